@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, private, process, session
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
 from distrun_runtime.coordinator.clients import OutputPiece
@@ -458,7 +458,7 @@ class Follower:
 
     def _take(self, frame: session.Frame) -> None:
         kind = control.TO_CLIENT.get(frame.type)
-        match control.read(kind, frame) if kind is not None else None:
+        match read(kind, frame.header, frame.body) if kind is not None else None:
             case control.Chunk() as told:
                 self.cursor = self.cursor if told.cursor is None else told.cursor
                 if self._has_output:
@@ -531,11 +531,3 @@ def raised(told: control.CoordinatorFailed, say: Callable[[str, str], None], ver
     if told.kind == KeyboardInterrupt.__name__:
         return KeyboardInterrupt()
     return CoordinatorError(told.message, told.hint, told.exit_code)
-
-
-def recorded(folder: JobFolder) -> Outcome | None:
-    """Return what a job's folder says of its end; None while the job is not over."""
-    found = folder.outcome()
-    if found is None:
-        return None
-    return Outcome(found["exit_code"], found["reason"], found["message"], job=folder.id)

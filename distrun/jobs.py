@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 from distrun.errors import UsageError
 from distrun.formats import grouped
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, seconds
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.coordinator import jobfolder, stored
+from distrun_runtime.coordinator import jobfolder
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError, WireError
@@ -177,7 +177,7 @@ class Jobs:
         removed = []
         for folder, state in states.items():
             last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
-            age_s = now - (stored.seconds(last) if last else 0.0)
+            age_s = now - (seconds(last) if last else 0.0)
             if (names or state["state"] in wanted) and age_s >= least_s and folder not in kept:
                 done, wrong = killing.remove(folder, state["state"], silent, is_dry)
                 removed.append(done)
@@ -312,7 +312,7 @@ class Job:
             while frame := connection.receive(None if until is None else max(0.001, until - time.monotonic())):
                 if frame.type == "outcome":
                     outcome = failures.from_json(frame.header["outcome"])
-                    self._ended = self.folder.outcome_json(self.folder.explained(outcome))
+                    self._ended = self.folder.outcome_json(outcome)
                     return outcome.exit_code
                 if frame.type == "failed":
                     return int(frame.header["exit_code"])
@@ -391,7 +391,7 @@ class Job:
             if is_elsewhere:
                 output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}, follow))
             else:
-                reader = stack.enter_context(LogReader(self.folder.logs))
+                reader = stack.enter_context(contextlib.closing(LogReader(self.folder.logs)))
                 output = RecordedOutput(self, reader, names if tasks else None)
             while (follow or is_elsewhere) and output.goes_on():
                 yield from output.pieces()
@@ -576,7 +576,7 @@ class ForwardedOutput(contextlib.AbstractContextManager["ForwardedOutput"]):
         from distrun_runtime.coordinator.logreader import LogReader
 
         if self._job.folder.is_finished:
-            with LogReader(self._job.folder.logs) as reader:
+            with contextlib.closing(LogReader(self._job.folder.logs)) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
                 rest.begin_at(self._cursor, self._begin)
                 yield from rest.pieces()
@@ -725,7 +725,7 @@ class _JobQuery:
             with contextlib.suppress(OSError):
                 return max(0.0, time.time() - os.stat(str(self.folder.path / "state.json")).st_mtime)
         heard = state.get("heard") or state["updated"]
-        return max(0.0, time.time() - stored.seconds(heard)) if heard else None
+        return max(0.0, time.time() - seconds(heard)) if heard else None
 
 
 # ---------------------------------------------------------------------- asking

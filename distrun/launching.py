@@ -26,6 +26,7 @@ from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost,
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts, process
+from distrun_runtime.contract.dataclass import read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP, Sync
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
@@ -111,7 +112,7 @@ def _await_tasks(job: Ready, folder: JobFolder, terminal: FollowerOutput, verbos
         terminal.say(warning, "warning")
     if facts.RUNNING in states:
         return Detached(None)
-    outcome = (found.outcome if found is not None else None) or client.recorded(folder)
+    outcome = (found.outcome if found is not None else None) or folder.ended()
     if outcome is None:
         raise lost or client.gone(folder)
     return outcome
@@ -197,7 +198,7 @@ def spawn(job: Ready, folder: JobFolder, say: Callable[[str, str], None]) -> Non
                             if is_detached:
                                 connection.send("detach")
                         case "failed", _:
-                            failures.append(control.read(control.CoordinatorFailed, frame))
+                            failures.append(read(control.CoordinatorFailed, frame.header))
         finally:
             is_left.set()
             child.wait()
@@ -236,7 +237,7 @@ def _coordinator_process(job: Ready, folder: JobFolder, connection: socket.socke
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
+            service.finish(folder.outcome_json(_coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
             service.fail(_error(err))
@@ -473,7 +474,7 @@ def _follow(
     if found.failure is not None:
         raise client.raised(found.failure, terminal.say, verbosity)
     # The coordinator may have given us up: then its folder says how the job ended.
-    outcome = found.outcome or client.recorded(folder)
+    outcome = found.outcome or folder.ended()
     if outcome is None:
         raise CoordinatorError(
             f"job {folder.id}: its coordinator (pid {pid}) {silent or _ended(status)}; its agents end the tasks",

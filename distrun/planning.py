@@ -349,7 +349,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
         tasks=tasks,
         on_eof=HOLD if request.detach or request.reconnect else STOP,
-        unset=() if request.keep_outer_env else environ.stale_names(),
+        unset=() if request.keep_outer_env else environ.STALE,
         runtime=setup.runtime,
         sync=setup.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),

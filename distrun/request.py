@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distrun.errors import UsageError
 from distrun.options import BY_KEY, ROWS
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, written
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
@@ -88,13 +88,9 @@ class EngineOptions(NamedTuple):
     config: Mapping[str, str] = {}
     """The engine's section of the configuration file."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able values; `from_json` gives them back."""
-        return {**self._asdict(), "worker": self.worker._asdict(), "server": self.server._asdict()}
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> EngineOptions:
-        """Return what `to_json` gave. Raises TypeError, KeyError."""
+        """Return what `written` gave. Raises TypeError, KeyError."""
         needs = {role: Needs(**value[role]) for role in ("worker", "server")}
         return EngineOptions(**{**value, "args": tuple(value["args"]), **needs})
 
@@ -187,7 +183,7 @@ class JobRequest:
             for each in self.settings
         ]
         rules = self.sync_rules
-        engine = {} if self.engine == EngineOptions() else {"engine": self.engine.to_json()}
+        engine = {} if self.engine == EngineOptions() else {"engine": written(self.engine)}
         plain = {row.member: getattr(self, row.member) for row in ROWS if row.member and "." not in row.member}
         return {
             **engine,
@@ -305,7 +301,7 @@ def is_forwarded(name: str) -> bool:
         return True
     row = environ.BY_NAME.get(name)
     wanted = name.startswith(FORWARDED_PREFIXES) or (row is not None and row.group == "tuning")
-    is_stale = any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
+    is_stale = any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.STALE)
     return wanted and not (is_stale or is_ours(name) or is_secret(name))
 
 

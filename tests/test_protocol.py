@@ -30,6 +30,7 @@ from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, enrolment, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
+from distrun_runtime.contract.dataclass import read
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import logs, messages
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -385,7 +386,7 @@ def test_output_that_is_in_no_log_has_no_place_there() -> None:
     said = Chunk("worker-0", "d1", "out", None, 3, b"abc")
     (frame,) = session.Decoder().feed(control.encode(said))
     assert "at" not in frame.header
-    assert control.read(Chunk, frame) == said
+    assert read(Chunk, frame.header, frame.body) == said
 
 
 def test_the_page_lists_every_member_of_a_snapshot() -> None:

@@ -131,15 +131,6 @@ class Handle(NamedTuple):
     more: Mapping[str, Any] = {}
     """JSON-able values of the engine's own."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        return {"engine": self.engine, "id": self.id, "more": dict(self.more)}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Handle:
-        """Return what `to_json` gave. Raises KeyError, TypeError."""
-        return Handle(str(value["engine"]), str(value["id"]), dict(value["more"]))
-
 
 class Grant(NamedTuple):
     """A place that an engine gives to the job: one agent."""

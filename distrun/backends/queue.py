@@ -42,10 +42,12 @@ from distrun.hosts import Inventory
 from distrun.placement import Slot, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import address, enrolment, facts
+from distrun_runtime.contract.dataclass import read, written
+from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.listener import DialBack, with_port
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import EngineTold, Event
 from distrun_runtime.errors import JobStoreError
 
@@ -195,7 +197,7 @@ class QueueBackend(Backend):
     def submit(self, submission: Submission, script: Script) -> None:
         """Submit what `open` returned; from now on `look` tells how it stands. Raises EngineError."""
         self._handle = self.engine.submit(submission, script)
-        JobFolder(submission.folder.parent).note_engine(submission.marker, self._handle.to_json())
+        JobFolder(submission.folder.parent).note_engine(submission.marker, written(self._handle))
 
     def look(self) -> QueueStatus:
         """Return how the job stands. Raises EngineError."""
@@ -211,7 +213,7 @@ class QueueBackend(Backend):
             if self._submission is None:
                 self.engine.options = _asked(JobFolder(folder))
             if note["handle"] is not None:
-                handles = [Handle.from_json(note["handle"])]
+                handles = [read(Handle, note["handle"])]
             else:
                 handles = [each.handle for each in self.engine.find() if each.marker == note["marker"]]
             ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]

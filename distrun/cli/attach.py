@@ -147,7 +147,7 @@ class _Attached:
         if found.failure is not None:
             raise client.raised(found.failure, self._console.say)
         self._job.refresh()  # its end, if it was elsewhere
-        outcome = found.outcome or client.recorded(self._folder)
+        outcome = found.outcome or self._folder.ended()
         if outcome is None:
             raise client.gone(self._folder)
         try:
@@ -168,7 +168,7 @@ class _Attached:
         if self._folder.is_unplanned:
             return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
-        with LogReader(self._folder.logs) as reader:
+        with contextlib.closing(LogReader(self._folder.logs)) as reader:
             rest = RecordedOutput(self._job, reader, self._names)
             rest.begin_at(self._follower.cursor, start)
             if self._is_stopping:
@@ -323,7 +323,7 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
         code, is_late = facts.EXIT_TIMEOUT, True
         print_err(f"distrun: job {found.id} is not over after {duration(timeout or 0.0)}\n")
     if as_json:
-        from distrun_runtime.coordinator.jobfolder import rfc3339
+        from distrun_runtime.contract.dataclass import rfc3339
 
         told = {"exit_code": code, "timed_out": is_late, "outcome": found.outcome}
         print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, **told)

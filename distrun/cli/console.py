@@ -795,7 +795,7 @@ class Writer:
         try:
             if path is None:
                 raise FileNotFoundError(2, "no log file")
-            with LogFile(path) as log:
+            with contextlib.closing(LogFile(path)) as log:
                 while left and fd not in self._broken:
                     if self._leaves_out:
                         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,8 @@ from distrun.formats import size as size_text
 from distrun.jobs import ForwardedOutput, RecordedOutput
 from distrun.options import count
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.coordinator.jobfolder import JobFolder, rfc3339
+from distrun_runtime.contract.dataclass import rfc3339
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 from distrun_runtime.coordinator.logs import NOTE, LogFile
 
@@ -248,7 +250,7 @@ def logs(
     def goes_on() -> bool:
         return follow and found.state in facts.GOING
 
-    with LogReader(folder.logs) as reader:
+    with contextlib.closing(LogReader(folder.logs)) as reader:
         if not (merge or as_json or start is not None):
             source: PieceSource = _LogFiles(folder, names, lines)
             _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
@@ -269,7 +271,7 @@ def logs(
 
 def tail_offset(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a log begin, an absolute offset; the first one if it is not there."""
-    with LogFile(path) as log:
+    with contextlib.closing(LogFile(path)) as log:
         begin, end = log.begin(), log.end()
         if lines == 0:
             return end
@@ -326,7 +328,7 @@ class _LogFiles:
     def pieces(self) -> Iterator[LogPiece]:
         for name, path in self._paths.items():
             # Opened each time: there may be more tasks than files that a process may open.
-            with LogFile(path) as log:
+            with contextlib.closing(LogFile(path)) as log:
                 at = self._next[name]
                 while True:
                     data = log.read(at, READ_SIZE)

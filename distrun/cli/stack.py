@@ -39,7 +39,7 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
     found = my_jobs().get(job, prefers_living=True).refresh()
     answers = found.stack(*tasks)
     if as_json:
-        from distrun_runtime.coordinator.jobfolder import rfc3339
+        from distrun_runtime.contract.dataclass import rfc3339
 
         print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, tasks=answers)
     else:

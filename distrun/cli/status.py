@@ -30,7 +30,7 @@ from distrun.cli.console import (
 from distrun.errors import DistrunError, UsageError
 from distrun.options import HOSTS
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.coordinator.jobfolder import rfc3339
+from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -458,7 +458,7 @@ class _JobFollower:
             with client.reading():
                 outcome = failures.from_json(told.header["outcome"])
             assert outcome is not None
-            value = self._job.folder.outcome_json(self._job.folder.explained(outcome))
+            value = self._job.folder.outcome_json(outcome)
         elif told is not None:
             self.has_failed = True
             error = {"message": told.header["message"], "hint": told.header["hint"]}

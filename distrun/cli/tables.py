@@ -18,7 +18,7 @@ from distrun.dashboard.model import Model
 from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, fit, folded
 from distrun.dashboard.view import servers
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Problem
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -216,23 +216,8 @@ def _first_failed(tasks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def _outcome(view: JobView) -> Outcome | None:
-    """Return a job's end as far as its folder tells; None if it goes on, or nothing is known. Times are texts."""
+    """Return a job's end as far as its folder tells; None if it goes on, or nothing is known."""
     try:
-        found = view.folder.outcome()
+        return view.folder.ended()
     except JobStoreError:
         return None
-    if found is None:
-        return None
-    return Outcome(
-        **{name: found[name] for name in ("exit_code", "reason", "message")},
-        culprit=None if found["culprit"] is None else _made(Culprit, found["culprit"]),
-        tasks=tuple(_made(TaskResult, each) for each in found["tasks"]),
-        survivors=tuple(_made(Survivor, each) for each in found["survivors"]),
-        job=view.id,
-        problems=tuple(_made(Problem, each) for each in found["problems"]),
-    )
-
-
-def _made(kind: Any, value: Mapping[str, Any]) -> Any:
-    """Return an object of a class, whose members a file has among others."""
-    return kind(**{name: value[name] for name in kind.__annotations__})

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import seconds
 from distrun_runtime.contract.session import Frame
-from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def moment(value: object) -> float | None:
 def _parsed(value: str) -> float | None:
     """Return what a time means; those of a job's tasks come again with every state."""
     try:
-        return stored.seconds(value)
+        return seconds(value)
     except ValueError:
         return None
 

@@ -114,7 +114,7 @@ def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str] | Mapping[s
             for rank, host in enumerate(hosts)
         ),
         limits=Limits(grace_s=GRACE_S),
-        unset=environ.stale_names(),
+        unset=environ.STALE,
     )
 
 

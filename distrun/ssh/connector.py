@@ -25,7 +25,7 @@ from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import GONE, JUMPS, OPENSSH, RELAY, Resolved, Target, hop, many, remote_command, resolve
 from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Frame
-from distrun_runtime.coordinator.channel import Greeting, Put, SessionChannel
+from distrun_runtime.coordinator.channel import ByteStream, Greeting, Put, SessionChannel
 from distrun_runtime.coordinator.messages import StartFailed, Warned
 from distrun_runtime.errors import WireError
 
@@ -54,27 +54,8 @@ _POLL_S = 0.2
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
-class Link(Protocol):
-    """One command on one host. `read` and `finish` are for one thread, `write` and `end_input` for another."""
-
-    def read(self) -> bytes | None:
-        """Return what its stdout says next, empty at its end; None if it says nothing for a second."""
-
-    def write(self, data: bytes) -> int:
-        """Write to its stdin, waiting at most a second; return how many bytes went.
-
-        Raises:
-            OSError: it takes no more.
-        """
-
-    def end_input(self) -> None:
-        """Let it see the end of its stdin."""
-
-    def kill(self) -> None:
-        """End the connection now. Any thread; does not wait."""
-
-    def finish(self) -> str:
-        """Free everything; return the last lines of its stderr."""
+class Link(ByteStream, Protocol):
+    """One command on one host. `finish` returns the last lines of its stderr."""
 
     def explain(self, stderr: str, stdout: str) -> SshFailure:
         """Return why there was no agent, after `finish`, from what it wrote to stderr and stdout."""

@@ -377,7 +377,7 @@ def test_one_hidden_name_with_two_values_is_refused_without_showing_them() -> No
 
 
 def test_outer_variables_are_removed_unless_kept() -> None:
-    assert make()[0].unset == environ.stale_names()
+    assert make()[0].unset == environ.STALE
     assert make(keep_outer_env=True)[0].unset == ()
 
 

@@ -38,6 +38,14 @@ def reported(driver: AgentDriver) -> Any:
     return sampled(driver).get("report", {}).get("step")
 
 
+def test_an_agent_measures_as_often_as_begin_says() -> None:
+    with agent(shell("exec sleep 600")) as driver:
+        driver.begin(sample_s=0.1)
+        first, second = driver.wait("metrics").header, driver.wait("metrics").header
+        assert 0.09 < second["clock"] - first["clock"] < 30
+        assert first["tasks"] == {}
+
+
 def test_nothing_is_sampled_until_it_is_asked_for_and_after_it_is_not_any_more() -> None:
     with agent(shell("echo on; exec sleep 600"), env={"DISTRUN_METRICS_SOCKET": "/outer"}) as driver:
         driver.begin()

@@ -7,9 +7,7 @@ from typing import Any
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.conditions import JobMeasurement
-from distrun_runtime.coordinator.jobrun import SampleIntervals
 from distrun_runtime.coordinator.messages import (
-    AgentAction,
     Announce,
     KeepMetrics,
     MetricsAction,
@@ -24,14 +22,13 @@ BOOT = 5000.0
 
 
 class MeasuredJob:
-    """A job's `Measuring`, a clock that the test moves, and agents that send a frame a second."""
+    """A job's `JobMeasurement`, a clock that the test moves, and agents that send a frame a second."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, interval_s: float = 1.0) -> None:
         self.plan = plan
-        self.intervals_of_agents = SampleIntervals(plan)
-        self.measuring = JobMeasurement(plan, self.intervals_of_agents.usual_s, WALL)
+        self.measuring = JobMeasurement(plan, interval_s, WALL)
         self.now = 0.0
-        self.done: list[MetricsAction | AgentAction] = []
+        self.done: list[MetricsAction] = []
         self.cpu: dict[str, float] = {}
         """Cores that a task uses, by its name; 0.5 unless it is here."""
         self.more: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks}
@@ -41,7 +38,6 @@ class MeasuredJob:
         self.tell(messages.Tick(WALL))
 
     def tell(self, event: messages.Event) -> None:
-        self.done += self.intervals_of_agents.handle(event)
         self.done += self.measuring.handle(event, self.now)
 
     def frame(self, host: str) -> dict[str, Any]:

@@ -174,8 +174,9 @@ class SimulatedAgent:
         self._near, self._far = Session(), Session()
         self._inlet = Inlet(host, self._near)
         self._live: dict[str, int] = {}
-        self._interval_s = 0.0
-        """Between its measurements; 0: it does not measure."""
+        self.sample_s = 0.0
+        """Between its measurements, as `begin` says; 0: it does not measure."""
+        self._has_ended = False
         self.heard: Counter[str] = Counter()
         """Frames that the agent got, by type."""
 
@@ -230,6 +231,10 @@ class SimulatedAgent:
             self.heard[frame.type] += 1
             if frame.type == "begin":
                 self._say("ready", address=f"10.0.0.{self._host}", ports={})
+                self.sample_s = frame.header["sample_s"]
+                if self.sample_s and self._job.measures:
+                    # Elsewhere no two agents measure at the same time.
+                    self._job.clock.after(self.sample_s * self._job.place_in_line(self._host), self._measure)
             elif frame.type == "ping":
                 self._say("pong", n=frame.header["n"])
             elif frame.type == "spawn":
@@ -238,18 +243,13 @@ class SimulatedAgent:
                 for task in [name for name in frame.header["tasks"] if name in self._live]:
                     self.exit(task, signal=frame.header["steps"][0][0])
                 self._say("cleared", left=[])
-            elif frame.type == "sample":
-                is_new, self._interval_s = not self._interval_s, frame.header["interval_s"]
-                if is_new and self._job.measures:
-                    # Elsewhere no two agents measure at the same time.
-                    self._job.clock.after(self._interval_s * self._job.place_in_line(self._host), self._measure)
             elif frame.type == "end":
-                self._interval_s = 0.0
+                self._has_ended = True
                 self._say("bye")
 
     def _measure(self) -> None:
         """Send what the host and its tasks use, again each interval."""
-        if not self._interval_s:
+        if self._has_ended:
             return
         now = self._job.clock.now
         host = {"cores": 96, "cpu_s": 80.0 * now, "load": 80.1, "mem_total": 1 << 40, "mem_used": 1 << 38}
@@ -271,7 +271,7 @@ class SimulatedAgent:
         task = {"cpu_s": 9.5 * now, "rss": 1 << 33, "processes": 9, "read": 1e6 * now, "write": 1e5 * now}
         task.update(gpu=0.9, gpu_mem=1 << 35, output_at=wall - 1.0, report=report, counters=counters)
         self._stamped("metrics", clock=5000.0 + now, host=host, gpus=gpus, tasks=dict.fromkeys(self._live, task))
-        self._job.clock.after(self._interval_s, self._measure)
+        self._job.clock.after(self.sample_s, self._measure)
 
     def _started(self, task: str) -> None:
         self._live[task] = pid = 1000 + len(self._live)

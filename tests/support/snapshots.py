@@ -12,7 +12,7 @@ WORDS: dict[int, str] = {1: "failed", 3: "stalled", 4: "straggler", 5: "waiting"
 
 
 def moment(when: float) -> str:
-    from distrun_runtime.coordinator.jobfolder import rfc3339
+    from distrun_runtime.contract.dataclass import rfc3339
 
     return rfc3339(when)
 

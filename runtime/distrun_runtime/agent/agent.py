@@ -18,12 +18,11 @@ from distrun_runtime.agent import preflight, stopping
 from distrun_runtime.agent.channel import Connection, Reconnector
 from distrun_runtime.agent.guard import Start, beat_s
 from distrun_runtime.agent.preflight import Preflight
-from distrun_runtime.agent.share import Record, Share, is_killed, save_record, take, touch_record
+from distrun_runtime.agent.share import Record, RecordedTask, Share, is_killed, save_record, take, touch_record
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
 from distrun_runtime.contract.plan import HOLD, STOP, WORKER
-from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ class Agent:
         self._preflight: Optional[Preflight] = None
         self._begun: Any = None
         """The plan of `begin`, as it came."""
+        self._sample_s = 0.0
+        """How often the host is measured, as `begin` says; 0: not at all."""
         self._ready: Dict[str, Any] = {}
         """What `ready` said."""
         self._is_settled = False
@@ -154,7 +155,7 @@ class Agent:
                 self._reconnector.tick(now)
         left = self._stopping.step(now)
         if left is not None:
-            self._say("cleared", left=[_described(row) for row in left])
+            self._say("cleared", left=[{"pid": row.pid, "command": process.command_of(row.pid)} for row in left])
         if now >= self._remember_at:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
@@ -309,14 +310,14 @@ class Agent:
 
     # Handlers of frames: their arguments are the frame's members.
 
-    def _begin(self, plan: Any, resume_key: Any = "", **header: Any) -> None:
+    def _begin(self, plan: Any, resume_key: Any = "", sample_s: float = 0.0, **header: Any) -> None:
         if self._share is not None or self._is_leaving:
             if self._begun != plan:
                 self._warn("a second `begin` was ignored")
             elif self._ready:
                 self._say("ready", **self._ready)  # it is the first one again
             return
-        self._begun = plan
+        self._begun, self._sample_s = plan, sample_s
         try:
             share = take(dict(header, plan=plan))
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
@@ -369,6 +370,7 @@ class Agent:
 
         hooks = Hooks(self._say, self._channel.takes_metrics, self._stopping.task_of, self._may_help)
         self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
+        self._measuring.set_interval(float(self._sample_s), time.monotonic())
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:
@@ -572,19 +574,10 @@ class Agent:
         share, running = self._share, self._runner.tasks.values()
         if share is None:
             return
-        leaders = tuple((each.task.name, each.leader) for each in running if not each.is_reaped)
+        leaders = tuple(RecordedTask(each.task.name, each.leader) for each in running if not each.is_reaped)
         others = {who for each in running for who in each.processes.known if who != each.leader}
-        current = Record(
-            share.plan.job,
-            share.place,
-            self._guard.identity,
-            self._me,
-            self._grace_s(),
-            leaders,
-            tuple(sorted(others)),
-            share.plan.limits.lease_s,
-            share.plan.nonce,
-        )
+        plan, known, both = share.plan, tuple(sorted(others)), (self._guard.identity, self._me)
+        current = Record(plan.job, share.place, *both, self._grace_s(), leaders, known, plan.limits.lease_s, plan.nonce)
         with contextlib.suppress(OSError):
             save_record(share.folder, current)
 
@@ -603,8 +596,3 @@ class Agent:
 def _reason(err: Exception) -> str:
     """Return an error in words; of one that was not foreseen also its type."""
     return str(err) if str(err) and isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
-
-
-def _described(row: Process) -> Dict[str, object]:
-    """Return a process as the `cleared` message names it."""
-    return {"pid": row.pid, "command": process.command_of(row.pid)}

@@ -16,6 +16,7 @@ import stat
 from typing import List, Mapping, Optional
 
 from distrun_runtime.contract import private
+from distrun_runtime.contract.private import FRESH
 from distrun_runtime.errors import PreflightFailure
 
 # What unpacks is imported where it is used: usually the folder exists. Those modules are a tenth of an agent's start.
@@ -23,7 +24,6 @@ SIZE_LIMIT = 64 * 1024 * 1024
 """Bytes, unpacked."""
 RUNTIME = "runtime"
 LIST = ".files"
-_FRESH = ".new-"
 UNUSED_S = 30 * 86400.0
 """A version that was not used for so long is removed when another is added."""
 USED_S = 86400.0
@@ -95,7 +95,7 @@ def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None
         raise PreflightFailure("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
     parent = private.make_cache(RUNTIME, env)
     path = os.path.join(parent, digest)
-    fresh = tempfile.mkdtemp(prefix=_FRESH, dir=parent)
+    fresh = tempfile.mkdtemp(prefix=FRESH, dir=parent)
     try:
         _unpack(digest, archive, os.path.join(fresh, "tree"))
         if os.path.lexists(path) and not find(digest, env):
@@ -120,11 +120,11 @@ def _thin_out(parent: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):
             path = os.path.join(parent, name)
-            is_fresh = name.startswith(_FRESH)
+            is_fresh = name.startswith(FRESH)
             if is_fresh or _is_digest(name):
                 with contextlib.suppress(OSError):
                     if os.lstat(path).st_mtime < now - (STALE_S if is_fresh else UNUSED_S):
-                        going = os.path.join(parent, f"{_FRESH}going-{name}")
+                        going = os.path.join(parent, f"{FRESH}going-{name}")
                         os.rename(path, going)
                         shutil.rmtree(going, ignore_errors=True)
 

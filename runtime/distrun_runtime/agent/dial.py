@@ -124,7 +124,7 @@ class Dialer:
                 try:
                     attempt = _Attempt(address, now + ATTEMPT_S)
                 except OSError as err:  # no such family here, or no address but a name
-                    self.problems[shown(address)] = str(err)
+                    self.problems[enrolment.with_port(*address)] = str(err)
                 else:
                     attempt.talk = self._talk(attempt)
                     self._attempts.append(attempt)
@@ -155,17 +155,7 @@ class Dialer:
         except (OSError, WireError, ValueError) as err:
             self._fail(attempt, str(err))
         else:
-            self._await(attempt, wanted)
-
-    def _await(self, attempt: _Attempt, wanted: int) -> None:
-        key = self._selector.get_map().get(attempt.socket)
-        if not wanted:
-            if key is not None:
-                self._selector.unregister(attempt.socket)
-        elif key is None:
-            self._selector.register(attempt.socket, wanted, functools.partial(self._proceed, attempt))
-        elif key.events != wanted:
-            self._selector.modify(attempt.socket, wanted, key.data)
+            enrolment.await_socket(self._selector, attempt.socket, wanted, functools.partial(self._proceed, attempt))
 
     def _fail(self, attempt: _Attempt, why: str) -> None:
         self.problems[attempt.name] = why
@@ -209,7 +199,7 @@ class _Attempt:
     """One connection to be. Raises OSError if the address is none that this host knows how to dial."""
 
     def __init__(self, address: Tuple[str, int], until: float) -> None:
-        self.name = shown(address)
+        self.name = enrolment.with_port(*address)
         self.until = until
         host, port = address
         family, kind, protocol, _, at = socket.getaddrinfo(
@@ -292,12 +282,6 @@ def enrolled(tls: ssl.SSLSocket, who: Credentials) -> Talk[Dialed]:
     if answer["type"] != "welcome" or not enrolment.is_same(str(answer.get("proof")), proof(COORDINATOR)):
         raise WireError("the other side does not know this job's secret")
     return Dialed(tls, first, who.key if who.is_redial else str(answer.get("key")))
-
-
-def shown(address: Tuple[str, int]) -> str:
-    """Return an address as it is written in messages and arguments."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def addresses(words: Sequence[str]) -> Tuple[Tuple[str, int], ...]:

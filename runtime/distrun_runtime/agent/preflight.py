@@ -18,13 +18,30 @@ import re
 import selectors
 import sys
 import time
-from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Generator,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share, exact, words
 from distrun_runtime.contract import environ, private
-from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan, Task
+from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan, Sync, Task
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
+
+if TYPE_CHECKING:
+    from distrun_runtime.contract.folder import PreparedFolder
 
 _END = b"distrun-end"
 _DUMP = (
@@ -259,16 +276,22 @@ def check_folders(plan: Plan, host: str) -> None:
     Raises:
         PreflightFailure: one is missing, cannot be made or used, or has too little room.
     """
-    sync = plan.sync
-    if sync is not None:
-        from distrun_runtime.contract.folder import FolderUnfit, prepare
+    if plan.sync is not None:
+        from distrun_runtime.contract.folder import FolderUnfit
 
-        size, files, delete, source = sync.size, sync.files, sync.delete, sync.identity
         try:
-            prepare(plan.cwd, f" on {host}", size=size, files=files, delete=delete, source=source)
+            prepare_folder(plan, plan.sync, f" on {host}")
         except FolderUnfit as err:
             raise PreflightFailure(err.kind, str(err), err.fix) from None
     _check_cwds(plan, host, copied=False)
+
+
+def prepare_folder(plan: Plan, sync: Sync, on: str, mark: str = "") -> PreparedFolder:
+    """Make the folder that files are copied to. `on`, `mark`, what it returns and raises: as `folder.prepare`."""
+    from distrun_runtime.contract.folder import prepare  # most jobs copy no files
+
+    size, files, delete, source = sync.size, sync.files, sync.delete, sync.identity
+    return prepare(plan.cwd, on, size=size, files=files, delete=delete, source=source, mark=mark)
 
 
 def is_copied(path: str, plan: Plan) -> bool:

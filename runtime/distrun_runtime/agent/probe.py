@@ -17,6 +17,7 @@ from distrun_runtime.agent import commands, helper, preflight
 from distrun_runtime.agent.commands import TIMED_OUT, Command, CommandResult
 from distrun_runtime.contract import address, daemon, environ, process
 from distrun_runtime.contract import folder as destination
+from distrun_runtime.contract.dataclass import written
 from distrun_runtime.contract.gpus import VISIBLE
 from distrun_runtime.contract.plan import SERVER_MODULES
 from distrun_runtime.errors import ContractError, PreflightFailure
@@ -166,8 +167,7 @@ def gpus(base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str, Any]:
     found = helper.told(commands.run(helper.command({})))
     env = environ.snapshot_bytes() if base is None else base
     visible = env.get(os.fsencode(VISIBLE))
-    told = dict(found._asdict(), gpus=[gpu._asdict() for gpu in found.gpus])
-    return dict(told, visible=None if visible is None else os.fsdecode(visible))
+    return dict(written(found), visible=None if visible is None else os.fsdecode(visible))
 
 
 def loose(home: str) -> List[str]:

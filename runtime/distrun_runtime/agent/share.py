@@ -20,9 +20,10 @@ import contextlib
 import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import environ, facts, gpus, private, process, session
+from distrun_runtime.contract.dataclass import read, written
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError, PreflightFailure
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 TOKEN = "token"
 RECORD = "agent.json"
 KILLED = "killed"
@@ -286,6 +287,13 @@ def hold(address: str, port_range: str = "") -> socket.socket:
 # The private folder, and the record in it
 
 
+class RecordedTask(NamedTuple):
+    """The first process of a task that was not reaped; its process id is also that of its group and session."""
+
+    name: str
+    leader: Identity
+
+
 class Record(NamedTuple):
     """What an agent started, for those who must end it if the agent cannot."""
 
@@ -294,8 +302,7 @@ class Record(NamedTuple):
     guard: Identity
     agent: Identity
     grace_s: float
-    tasks: Tuple[Tuple[str, Identity], ...] = ()
-    """(name, leader) of the tasks that were not reaped; a leader's process id is also its group and session."""
+    tasks: Tuple[RecordedTask, ...] = ()
     known: Tuple[Identity, ...] = ()
     """Other processes that were seen to belong to the job."""
     lease_s: float = facts.LEASE_S
@@ -330,14 +337,7 @@ def private_root() -> str:
 
 def all_folders() -> List[str]:
     """Return the folders of all jobs on this machine."""
-    found = []
-    for root in places():
-        try:
-            private.check(root, closes=True)
-            found += sorted(os.listdir(root))
-        except (OSError, ContractError):
-            continue
-    return [folder for name in dict.fromkeys(found) for folder in _below(name)]
+    return [folder for job in dict.fromkeys(_listed("")) for folder in _below(os.path.basename(job))]
 
 
 def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
@@ -384,11 +384,8 @@ def strip_folder(folder: str) -> None:
 
 def save_record(folder: str, record: Record) -> None:
     """Write the record. Raises OSError."""
-    value: Dict[str, Any] = dict(record._asdict(), version=RECORD_VERSION)
-    value.update(guard=record.guard._asdict(), agent=record.agent._asdict())
-    value["tasks"] = [dict(who._asdict(), name=name) for name, who in record.tasks]
-    value["known"] = [who._asdict() for who in record.known]
-    _write(os.path.join(folder, RECORD), json.dumps(value).encode("utf-8", "surrogateescape"))
+    value = json.dumps({**written(record), "version": RECORD_VERSION})
+    _write(os.path.join(folder, RECORD), value.encode("utf-8", "surrogateescape"))
 
 
 def touch_record(folder: str) -> None:
@@ -416,18 +413,8 @@ def load_record(folder: str) -> Record:
         value = json.loads(text)
         if value["version"] != RECORD_VERSION:
             raise ContractError(f"expected version {RECORD_VERSION}, found {value['version']!r}")
-        return Record(
-            str(value["job"]),
-            str(value["host"]),
-            _identity(value["guard"]),
-            _identity(value["agent"]),
-            float(value["grace_s"]),
-            tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
-            tuple(map(_identity, value["known"])),
-            float(value["lease_s"]),
-            str(value["nonce"]),
-        )
-    except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as err:
+        return read(Record, value)
+    except (LookupError, TypeError, ValueError, RecursionError) as err:
         raise ContractError(f"this is not an agent record: {err!r}") from None
 
 
@@ -450,16 +437,19 @@ def _name(job: str, nonce: str) -> str:
 
 
 def _below(name: str) -> List[str]:
-    found = []
+    """Return the folders of the job whose folder is called so."""
+    return list(_listed(name))
+
+
+def _listed(name: str) -> Iterator[str]:
+    """Give what is in the folder `name` of each place, if it is this user's alone; in the place itself without one."""
     for root in places():
-        parent = os.path.join(root, name)
-        try:
+        folder = os.path.join(root, name)
+        with contextlib.suppress(OSError, ContractError):
             private.check(root, closes=True)
-            private.check(parent, closes=True)
-            found += [os.path.join(parent, name) for name in sorted(os.listdir(parent))]
-        except (OSError, ContractError):
-            continue
-    return found
+            private.check(folder, closes=True)
+            names = sorted(os.listdir(folder))
+            yield from (os.path.join(folder, each) for each in names)
 
 
 def _write(path: str, data: bytes) -> None:
@@ -512,7 +502,3 @@ def _private(folder: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     private.check(folder, closes=True)
-
-
-def _identity(value: Any) -> Identity:
-    return Identity(int(value["pid"]), str(value["start"]))

@@ -45,15 +45,42 @@ SEGMENT_BYTES = 8 * 1024 * 1024
 MEMORY_BYTES = 1024 * 1024
 
 
-class Outlet:
+class TaskPipe:
+    """Reading end of a pipe of one task, non-blocking."""
+
+    def __init__(self, task: str, descriptor: int) -> None:
+        self.task = task
+        self.descriptor: Optional[int] = descriptor
+        """None once it is closed."""
+
+    def take(self) -> Optional[bytes]:
+        """Read once; return None if nothing is there, nothing at the end. Closes it then."""
+        if self.descriptor is None:
+            return None
+        try:
+            data = os.read(self.descriptor, READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+        return data
+
+    def close(self) -> None:
+        """Close the pipe."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Outlet(TaskPipe):
     """One stream ("out" or "err") of one task."""
 
     def __init__(self, task: str, stream: str, descriptor: int, spool: StreamSpool, attempt: int = 0) -> None:
-        self.task = task
+        super().__init__(task, descriptor)
         self.attempt = attempt
         self.stream = stream
-        self.descriptor: Optional[int] = descriptor
-        """Reading end of the pipe, non-blocking; None once it is closed."""
         self.spool = spool
         self.sent = 0
         self.acked = 0
@@ -74,16 +101,8 @@ class Outlet:
 
     def read(self) -> bool:
         """Read once from the pipe; return False when nothing was there. Closes it at its end."""
-        if self.descriptor is None:
-            return False
-        try:
-            data = os.read(self.descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
+        data = self.take()
         if not data:
-            self.close()
             return False
         self.spool.append(data)
         self.is_mid_line = not data.endswith(b"\n")
@@ -117,12 +136,6 @@ class Outlet:
         """Forget everything: the coordinator is gone for good."""
         self.sent = self.acked = self.spool.end
         self.spool.forget(self.spool.end)
-
-    def close(self) -> None:
-        """Close the pipe."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 class StreamSpool:
@@ -242,7 +255,6 @@ LINE_LIMIT = 64 * 1024
 """Bytes of a published line."""
 STOPPED_S = 5.0
 """A task that has been stopped (SIGSTOP) for so long is told of, once."""
-_READ_BYTES = 64 * 1024
 
 
 class TaskRunner:
@@ -600,28 +612,19 @@ def _text(word: bytes) -> str:
 # What tasks publish
 
 
-class Publisher:
+class Publisher(TaskPipe):
     """Reads what one task publishes: one JSON object a line, on the pipe DISTRUN_PUBLISH_FD."""
 
     def __init__(self, task: str, descriptor: int) -> None:
-        self.task = task
-        self.descriptor: Optional[int] = descriptor
-        """Non-blocking; None once it is closed."""
+        super().__init__(task, descriptor)
         self._rest = b""
 
     def read(self) -> Tuple[List[Dict[str, str]], List[str]]:
         """Return the objects that arrived, and what was wrong with other lines."""
-        if self.descriptor is None:
+        data = self.take()
+        if data is None:
             return [], []
-        try:
-            data = os.read(self.descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return [], []
-        except OSError:
-            data = b""
-        if not data:
-            self.close()
-            data = b"\n" if self._rest else b""
+        data = data or (b"\n" if self._rest else b"")
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         objects, wrong = [], []
@@ -636,12 +639,6 @@ class Publisher:
                 what = "published a line that is not a JSON object of texts and numbers"
                 wrong.append(f"{self.task} {what}: {line!r:.200}")
         return objects, wrong
-
-    def close(self) -> None:
-        """Close the pipe."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 def _object(line: bytes) -> Optional[Dict[str, str]]:

@@ -22,6 +22,7 @@ import tarfile
 import time
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
+from distrun_runtime.agent.preflight import prepare_folder
 from distrun_runtime.contract import folder
 from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, FolderUnfit
 from distrun_runtime.contract.plan import Plan
@@ -214,15 +215,7 @@ class Unpacking:
         try:
             if sync is None:
                 raise FolderUnfit("protocol", "the plan has no files to copy", "")
-            found = folder.prepare(
-                self._plan.cwd,
-                self._on,
-                size=sync.size,
-                files=sync.files,
-                delete=sync.delete,
-                source=sync.identity,
-                mark=PARTIAL + self._run + ON,
-            )
+            found = prepare_folder(self._plan, sync, self._on, PARTIAL + self._run + ON)
             self._path = found.path
             state = "source" if found.is_source else "mine" if self._claim() else "shared"
         except (FolderUnfit, OSError) as err:

@@ -17,12 +17,11 @@ import math
 import os
 import selectors
 import socket
-import struct
 import time
 from typing import Callable, Dict, Iterator
 
 from distrun_runtime.agent.channel import Connection, StreamSocket
-from distrun_runtime.contract import session
+from distrun_runtime.contract import private, session
 from distrun_runtime.errors import WireError
 
 NAME = "agent.s"
@@ -83,7 +82,9 @@ class RedialListener:
         guest = _Guest(connection, now + PROOF_S)
         self._guests[guest.descriptor] = guest
         self._selector.register(guest.descriptor, selectors.EVENT_READ, lambda: self._hear(guest))
-        if not guest.is_of_this_user() or not guest.send(b"DISTRUN/%d %s\n" % (session.VERSION, guest.nonce.encode())):
+        # -1: the system does not tell; the folder's mode and the proof are what there is.
+        is_of_this_user = private.peer_uid(connection) in (os.geteuid(), 0, -1)
+        if not is_of_this_user or not guest.send(b"DISTRUN/%d %s\n" % (session.VERSION, guest.nonce.encode())):
             self._dismiss(guest)
 
     def _hear(self, guest: _Guest) -> None:
@@ -118,14 +119,6 @@ class _Guest:
         self.rest = b""
         """What it sent after its proof."""
         self._received = b""
-
-    def is_of_this_user(self) -> bool:
-        """Whether this user, or root, has connected, as far as the system tells."""
-        if not hasattr(socket, "SO_PEERCRED"):
-            return True  # the folder's mode and the proof are what there is
-        row = struct.Struct("3i")
-        _, uid, _ = row.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, row.size))
-        return uid in (os.geteuid(), 0)
 
     def send(self, data: bytes) -> bool:
         """Send a few bytes; return whether they went."""

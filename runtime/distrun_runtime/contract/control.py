@@ -16,11 +16,10 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 from __future__ import annotations
 
 import functools
-import sys
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
 
 from distrun_runtime.contract import facts, process, session
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, read
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)
@@ -52,49 +51,10 @@ class Refusal(RuntimeFault):
         self.is_last = is_last
 
 
-# ---------------------------------------------------------------------- frames as classes declare them
-
 Members = Mapping[str, Any]
 """All members of a frame."""
 NO_MEMBERS: Members = {}
-_PLAIN: Mapping[str, Tuple[type, str]] = {
-    "str": (str, "a text"),
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "bool": (bool, "true or false"),
-}
-"""Types of members that JSON has too, and how messages name them."""
 _T = TypeVar("_T")
-
-
-def read(kind: Callable[..., _T], frame: session.Frame, **given: Any) -> _T:
-    """Return an object of class `kind`, whose members are those of a frame, of the types that the class declares.
-
-    What is missing, null or false has its default. A member of type `bytes` is the frame's body. What is `given` counts
-    in place of the frame's.
-
-    Raises:
-        ValueError: a member is missing or of another type.
-    """
-    found = {}
-    for name, of, plain in _declared(kind):
-        value = frame.header.get(name)
-        if name in given:
-            found[name] = given[name]
-        elif type(value) is plain:
-            found[name] = value
-        elif of == "bytes":
-            found[name] = frame.body
-        elif of == "Members":
-            found[name] = {each: value for each, value in frame.header.items() if each != "type"}
-        elif value is not None and (value is not False or of == "Any"):
-            found[name] = _value(kind, name, of, value)
-    try:
-        return kind(**found)
-    except TypeError:  # one without a default is missing
-        names = ", ".join(name for name, _, _ in _declared(kind) if name not in given)
-        what = ", ".join(name for name in frame.header if name != "type") or "none"
-        raise ValueError(f"expected the members {names}, found {what[:200]}") from None
 
 
 def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], Type[_T]]:
@@ -105,38 +65,6 @@ def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], 
         return message
 
     return declare
-
-
-@functools.lru_cache(maxsize=None)
-def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
-    """Return the name of each member of a class, its type, and the same if JSON has it."""
-    found: List[Tuple[str, str, Optional[type]]] = []
-    # Before Python 3.10, a class without members has no annotations.
-    for name, annotation in getattr(kind, "__annotations__", {}).items():
-        of = str(getattr(annotation, "__forward_arg__", annotation))
-        found.append((name, of, _PLAIN[of][0] if of in _PLAIN else None))
-    return found
-
-
-def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
-    """Return a value of JSON as the type that `kind` declares for a member."""
-    outer, _, inner = of.rstrip("]").partition("[")
-    if outer == "Optional":
-        return _value(kind, name, inner, value)
-    if outer == "float" and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name}: expected a number, found one that is too large") from None
-    expected, what = (list, "a list") if outer == "Tuple" else _PLAIN.get(outer, (dict, "an object"))
-    if outer != "Any" and type(value) is not expected:
-        raise ValueError(f"{name}: expected {what}, found {value!r:.40}")
-    if outer == "Tuple":
-        return tuple(_value(kind, name, inner[: -len(", ...")], each) for each in value)
-    if outer == "Mapping":
-        return {key: _value(kind, name, inner[len("str, ") :], each) for key, each in value.items()}
-    is_json = outer == "Any" or outer in _PLAIN
-    return value if is_json else read(getattr(sys.modules[kind.__module__], outer), session.Frame(value))
 
 
 # ---------------------------------------------------------------------- what a client asks for
@@ -304,7 +232,7 @@ class Conversation:
         if kind not in REQUESTS or (kind in _LAUNCHERS and not self.is_launcher):
             raise Refusal(f"a client may not send {kind!r}", is_last=self.is_launcher)
         try:
-            request = read(REQUESTS[kind], frame)
+            request = read(REQUESTS[kind], frame.header, frame.body)
         except ValueError as err:
             raise Refusal(f"a malformed {kind!r} frame: {err}", is_last=True) from err
         if isinstance(request, Hello):
@@ -460,7 +388,7 @@ class LauncherReleased(NamedTuple):
 
 @_to_client("outcome")
 class JobEnded(NamedTuple):
-    """The job's outcome (`coordinator.failures.Outcome` as JSON-able values)."""
+    """The job's outcome: what outcome.json holds (`JobFolder.outcome_json`)."""
 
     outcome: Mapping[str, Any]
 

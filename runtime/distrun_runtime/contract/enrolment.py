@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import json
 import selectors
+import socket
 import ssl
 from typing import Any, Callable, Generator, Mapping, NamedTuple, Tuple, TypeVar
 
@@ -83,6 +84,11 @@ def is_name(text: object) -> bool:
     """Return whether this can name a job or a place: short, printable, without blanks."""
     is_text = isinstance(text, str) and 0 < len(text) <= PLACE_LENGTH
     return is_text and all(letter.isprintable() and not letter.isspace() for letter in str(text))
+
+
+def with_port(host: str, port: int) -> str:
+    """Return `ADDRESS:PORT`. No side effects."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # Lines
@@ -200,3 +206,14 @@ def line(tls: ssl.SSLSocket) -> Talk[Tuple[bytes, bytes]]:
         found += data
     head, _, rest = found.partition(b"\n")
     return head, rest
+
+
+def await_socket(selector: selectors.BaseSelector, sock: socket.socket, wanted: int, call: Callable[[], None]) -> None:
+    """Have a selector call a function when a socket is ready for what its conversation yielded; 0: for nothing."""
+    key = selector.get_map().get(sock)
+    if key is None and wanted:
+        selector.register(sock, wanted, call)
+    elif key is not None and not wanted:
+        selector.unregister(sock)
+    elif key is not None and key.events != wanted:
+        selector.modify(sock, wanted, key.data)

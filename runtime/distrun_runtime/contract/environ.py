@@ -410,7 +410,8 @@ OUTER_PATTERNS = (
     *("PE_HOSTFILE", "SGE_TASK_*"),
 )
 """Variables of an outer job's engine that would mislead a task; removed with the table's stale ones."""
-_STALE = (*sorted(row.name for row in TABLE if row.stale), *OUTER_PATTERNS)
+STALE = (*sorted(row.name for row in TABLE if row.stale), *OUTER_PATTERNS)
+"""Names and patterns that are removed from a task's environment before ours are added."""
 
 SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 """Variables with one of these in their names have values that are never printed or written."""
@@ -424,11 +425,6 @@ def snapshot() -> Dict[str, str]:
 def snapshot_bytes() -> Dict[bytes, bytes]:
     """Return a copy of this process's environment as the exact bytes that the system holds."""
     return dict(os.environb)
-
-
-def stale_names() -> Tuple[str, ...]:
-    """Return the names and patterns that are removed from a task's environment before ours are added."""
-    return _STALE
 
 
 def text(name: str, env: Optional[Mapping[str, str]] = None) -> str:

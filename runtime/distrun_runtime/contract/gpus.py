@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
+from distrun_runtime.contract.dataclass import read
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 BY_PCI = "PCI_BUS_ID"
@@ -128,17 +130,7 @@ def server_device(text: str) -> str:
 def found_of(value: Any) -> HostGpus:
     """Return what the helper's program tells of the driver; nothing if that is malformed."""
     try:
-        gpus = tuple(
-            Gpu(
-                int(each["number"]),
-                str(each.get("uuid") or ""),
-                str(each.get("name") or ""),
-                None if each.get("memory") is None else int(each["memory"]),
-                None if each.get("instances") is None else tuple(str(uuid) for uuid in each["instances"]),
-            )
-            for each in value["gpus"]
-        )
-        return HostGpus(str(value["how"]), str(value.get("driver") or ""), gpus, str(value.get("error") or ""))
+        return read(HostGpus, {**value, "gpus": value["gpus"]})
     except (LookupError, TypeError, ValueError, AttributeError):
         return HostGpus(error="what it tells of its GPUs cannot be read")
 

@@ -338,13 +338,9 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
 
 def to_json(plan: Plan) -> Dict[str, Any]:
     """Return the plan as JSON-able values; `from_json` gives it back."""
-    value: Dict[str, Any] = plan._asdict()
-    value["hosts"] = [host._asdict() for host in plan.hosts]
-    value["tasks"] = [task._asdict() for task in plan.tasks]
-    value["places"] = [dict(place._asdict(), resources=place.resources._asdict()) for place in plan.places]
-    value.update(limits=plan.limits._asdict(), runtime=plan.runtime._asdict())
-    value["sync"] = plan.sync._asdict() if plan.sync is not None else None
-    return value
+    from distrun_runtime.contract.dataclass import written  # agents only read plans
+
+    return dict(written(plan))
 
 
 def from_json(value: Mapping[str, Any]) -> Plan:

@@ -21,6 +21,8 @@ import fcntl
 import os
 import socket
 import stat
+import struct
+import sys
 import time
 from typing import Callable, Iterator, Mapping, Optional
 
@@ -30,6 +32,13 @@ from distrun_runtime.errors import ContractError
 SOCKET_SUFFIX = ".s"
 LOCK_S = 5.0
 """How long another process's judgement of the folder's sockets is awaited; it needs milliseconds."""
+_UCRED = struct.Struct("3i")
+"""Linux: pid, uid, gid."""
+_XUCRED = struct.Struct("2I")
+"""macOS, the beginning of `struct xucred`: version, uid."""
+_XUCRED_SIZE = 76
+_LOCAL_PEERCRED = 1
+_SOL_LOCAL = 0
 FRESH = ".new-"
 """How the name of a file in the cache begins that is not whole yet."""
 
@@ -248,3 +257,20 @@ def remove_dead(path: str) -> None:
         make_lasting(folder)
         with locked(folder):
             unlink_dead(path)
+
+
+# Who is at the other end of a socket
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a Unix socket, -1 if the system does not tell."""
+    try:
+        if hasattr(socket, "SO_PEERCRED"):
+            data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            return int(_UCRED.unpack(data)[1])
+        if sys.platform == "darwin":
+            data = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_SIZE)
+            return int(_XUCRED.unpack_from(data)[1])
+    except (OSError, struct.error):
+        pass
+    return -1

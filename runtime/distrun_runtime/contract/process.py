@@ -455,13 +455,7 @@ def _ps(*arguments: str) -> str:
     env = dict(environ.snapshot(), LC_ALL="C", TZ="UTC0")
     try:
         done = subprocess.run(
-            ["ps", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=env,
-            timeout=_PS_S,
-            check=False,
+            ["ps", *arguments], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=_PS_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

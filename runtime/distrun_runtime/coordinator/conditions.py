@@ -28,17 +28,19 @@ from typing import (
 )
 
 from distrun_runtime.contract import control, facts
+from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
-from distrun_runtime.contract.plan import SERVER, WORKER, Plan
+from distrun_runtime.contract.plan import SERVER, WORKER, Place, Plan
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.coordinator.messages import (
+    SAMPLE_S,
     WARNING,
     Announce,
     KeepMetrics,
     MetricsAction,
     RecordEvent,
+    Sample,
     ShowMetrics,
 )
 from distrun_runtime.coordinator.metrics import MEAN_S, JobMetrics, Report, TaskNumbers, Wait, plain
@@ -460,7 +462,7 @@ class JobMeasurement:
 
     Arguments:
         plan: of the job.
-        interval_s: how often agents measure.
+        interval_s: how often agents measure where no client looks.
         wall: our wall clock when the monotonic one shows 0.
     """
 
@@ -543,10 +545,19 @@ class JobMeasurement:
         return []
 
     def _on_wanted(self, event: messages.MetricsWanted, now: float) -> List[MetricsAction]:
-        """Show a snapshot at once, with more of the hosts that are looked at."""
-        self._is_wanted, self._look = event.is_wanted, set(event.look)
-        self._shown_at, self._is_changed = float("-inf"), True
-        return []
+        """Show a snapshot at once, with more of the hosts that are looked at: they measure more often."""
+        before, self._look = self._look, set(event.look)
+        self._is_wanted, self._shown_at, self._is_changed = event.is_wanted, float("-inf"), True
+        changed = before ^ self._look if self._interval_s > SAMPLE_S else ()
+        return [self._interval_of(place) for place in self._plan.all_places if place.host in changed]
+
+    def _on_ready(self, event: messages.AgentReady, now: float) -> List[MetricsAction]:
+        places = self._plan.all_places if self._look else ()
+        return [self._interval_of(each) for each in places if each.name == event.host]
+
+    def _interval_of(self, place: Place) -> Sample:
+        """Return what the agent of a place is told: it measures more often while its host is looked at."""
+        return Sample(place.name, SAMPLE_S if place.host in self._look else self._interval_s)
 
     # ------------------------------------------------------------------ what is due
 
@@ -643,6 +654,7 @@ class JobMeasurement:
         messages.Measured: _on_measured,
         messages.Exited: _on_exited,
         messages.AgentLost: _on_lost,
+        messages.AgentReady: _on_ready,
         messages.MetricsWanted: _on_wanted,
         messages.MetricsAsked: _on_asked,
         messages.Tick: _on_tick,

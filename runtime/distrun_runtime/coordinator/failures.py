@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import control, facts, gpus, session
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract import facts, gpus
+from distrun_runtime.contract.dataclass import Time, dataclass, read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import WORKER
 
-# How a job, and each of its tasks, stands or ended. Frozen values, JSON-able by `dataclasses.asdict`.
+# How a job, and each of its tasks, stands or ended. Frozen values; `JobFolder.outcome_json` makes JSON of them.
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class TaskResult:
     pid: Optional[int] = None
     code: Optional[int] = None
     signal: Optional[str] = None
-    started: Optional[float] = None
-    """Wall clock, seconds; so is `ended`."""
-    ended: Optional[float] = None
+    started: Optional[Time] = None
+    ended: Optional[Time] = None
     reason: str = ""
     """Why it could not run, of what it failed or how it was lost, in words; else empty."""
     own_failure: str = ""
@@ -53,35 +52,14 @@ class TaskResult:
         return f"exit code {self.code}" if self.signal is None else f"signal {self.signal}"
 
 
-KINDS = (
-    "dns",
-    "refused",
-    "timeout",
-    "unreachable",
-    "hostkey",
-    "auth",
-    "password",
-    "python",
-    "folder",
-    "disk",
-    "clock",
-    "module",
-    "activation",
-    "interface",
-    "gpus",
-    "protocol",
-    "other",
-)
-"""What can be wrong with a host before anything is started there."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """Why one host cannot be used."""
 
     host: str
     kind: str
-    """One of KINDS."""
+    """What is wrong with it before anything is started there: dns, refused, timeout, unreachable, hostkey, auth,
+    password, python, folder, disk, clock, module, activation, interface, gpus, protocol, or other."""
     text: str
     """What was found."""
     fix: str = ""
@@ -96,7 +74,7 @@ class Culprit:
     host: str
     code: Optional[int] = None
     signal: Optional[str] = None
-    time: float = 0.0
+    time: Time = 0.0
     reason: str = ""
     consequence: bool = False
     """It died of a lost peer; nothing else is known to have failed."""
@@ -146,13 +124,12 @@ def last_state(reason: str) -> str:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`).
+    """Return the outcome that outcome.json holds, or a coordinator tells by the same members.
 
     Raises:
-        LookupError, TypeError, ValueError: it is not.
+        LookupError, ValueError: `value` is none.
     """
-    survivors = tuple(Survivor(*each) for each in value["survivors"])
-    return control.read(Outcome, session.Frame({**value}), survivors=survivors)
+    return read(Outcome, value, job=value["id"])
 
 
 COULD_NOT_RUN = (facts.EXIT_NOT_EXECUTABLE, facts.EXIT_NOT_FOUND)
@@ -211,7 +188,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
+    return _of_task(task, code, text, short, repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -219,7 +196,7 @@ def task_failing(task: TaskResult, time: float) -> Cause:
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
     short = f"{task.name} on {task.host} said that it fails"
-    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
+    return _of_task(task, 1, text, short, time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
@@ -230,26 +207,17 @@ def ended_early(task: TaskResult) -> Cause:
     return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
-def _of_task(task: TaskResult, exit_code: int, text: str, short: str) -> Cause:
-    """Return the cause that a task is, as it ended."""
-    return Cause(
-        facts.TASK_FAILED,
-        exit_code,
-        task.ended or 0.0,
-        text,
-        short,
-        task=task.name,
-        host=task.host,
-        code=task.code,
-        signal=task.signal,
-        detail=task.reason,
-    )
+def _of_task(task: TaskResult, exit_code: int, text: str, short: str, **changes: Any) -> Cause:
+    """Return the cause that a task is, as it ended but for the `changes`."""
+    who = (task.name, task.host, task.code, task.signal, task.reason)
+    cause = Cause(facts.TASK_FAILED, exit_code, task.ended or 0.0, text, short, *who)
+    return dataclasses.replace(cause, **changes)
 
 
 def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
     """Return the cause that a task is whose output has filled the disk of the job's logs."""
     text = f"{task.name} on {task.host} {what}"
-    return dataclasses.replace(_of_task(task, facts.EXIT_OUTPUT, text, text), time=time, code=None, signal=None)
+    return _of_task(task, facts.EXIT_OUTPUT, text, text, time=time, code=None, signal=None)
 
 
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
@@ -270,8 +238,8 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         code = None
     short = f"{where} does not answer the other tasks"
     text += ": " + _one_line(why)
-    found = _of_task(task, consequence.exit_code, text, short)
-    return dataclasses.replace(found, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
+    changes = {"time": consequence.time, "code": code, "signal": None, "detail": why, "is_missing": True}
+    return _of_task(task, consequence.exit_code, text, short, **changes)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:
@@ -530,17 +498,9 @@ class FailureAnalysis:
             consequence = is_consequence(cause, tasks)
             if consequence:
                 text += "; no other failure is known"
-            culprit = Culprit(
-                task=cause.task,
-                host=cause.host,
-                code=cause.code,
-                signal=cause.signal,
-                time=cause.time,
-                reason=cause.detail,
-                consequence=consequence,
-                lost_peer=tasks[cause.task].lost_peer if consequence else "",
-                missing=cause.is_missing,
-            )
+            who = (cause.task, cause.host, cause.code, cause.signal, cause.time, cause.detail)
+            lost = tasks[cause.task].lost_peer if consequence else ""
+            culprit = Culprit(*who, consequence, lost, missing=cause.is_missing)
         return Outcome(cause.exit_code, cause.reason, text, culprit, results, left, job, cause.problems)
 
 

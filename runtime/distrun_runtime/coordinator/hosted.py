@@ -9,7 +9,6 @@ host. If this host shares the launcher's job store, that is the folder which the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,12 +18,14 @@ from typing import Any, Iterator, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.contract import address, control, facts, process, session
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.dataclass import read
+from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import jobrun
 from distrun_runtime.coordinator import service as serving
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.listener import DialBack, with_port
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError, RuntimeFault
 
@@ -58,7 +59,7 @@ class HostedRequest(NamedTuple):
     runtime: bytes
 
     def encode(self) -> bytes:
-        """Return the frames that `read` understands."""
+        """Return the frames that `decoded` understands."""
         head = {
             **self._asdict(),
             "type": "coordinate",
@@ -71,7 +72,7 @@ class HostedRequest(NamedTuple):
         return session.encode(head, self.program) + session.encode({"type": "runtime"}, self.runtime)
 
 
-def read(frames: Iterator[session.Frame]) -> HostedRequest:
+def decoded(frames: Iterator[session.Frame]) -> HostedRequest:
     """Return what the launcher gives. Raises ContractError if it is of another version, or not whole."""
     try:
         first, second = next(frames), next(frames)
@@ -82,7 +83,7 @@ def read(frames: Iterator[session.Frame]) -> HostedRequest:
         raise ContractError(f"the launcher speaks version {head.get('version')!r}, this coordinator {session.VERSION}")
     plan, secrets, pem = plans.from_json(head["plan"]), Secrets(**head["secrets"]), head["pem"].encode("ascii")
     bodies = {"program": first.body, "runtime": second.body}
-    return control.read(HostedRequest, first, plan=plan, secrets=secrets, pem=pem, **bodies)
+    return read(HostedRequest, first.header, plan=plan, secrets=secrets, pem=pem, **bodies)
 
 
 def dial_s(plan: Plan) -> float:
@@ -102,7 +103,7 @@ def main(ahead: bytes) -> int:
 def _serve(ahead: bytes) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process.outlive_tasks_signals()
-    order = read(_frames(ahead))
+    order = decoded(_frames(ahead))
     plan = order.plan
     folder, is_shared = _folder(order)
     agents = DialBack(
@@ -150,7 +151,7 @@ def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Ser
         sys.stderr.write(told.trace)
         service.fail(told)
         return facts.EXIT_INTERNAL
-    service.finish(dataclasses.asdict(folder.explained(outcome)))
+    service.finish(folder.outcome_json(folder.explained(outcome)))
     return 0
 
 

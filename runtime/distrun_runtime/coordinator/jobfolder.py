@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import json
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.dataclass import read, rfc3339, written
 from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import ContractError, JobStoreError
 
@@ -208,7 +208,7 @@ class JobFolder:
             "exit_code": None,
             "reason": None,
             "message": message,
-            "tasks": [self._task(task) for task in tasks],
+            "tasks": [{**written(task), "log": str(self.log_path(task.name))} for task in tasks],
         }
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
@@ -313,37 +313,27 @@ class JobFolder:
         A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
         Raises OSError, JobStoreError.
         """
-        from distrun_runtime.coordinator.failures import Outcome
+        from distrun_runtime.coordinator.failures import Outcome, TaskResult
 
         state = self.state()
         if state["state"] != facts.LOST and not is_gone:
             return
         now = time.time()
-        tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
+        tasks = tuple(_stopped(read(TaskResult, task), now) for task in state["tasks"])
         code = facts.exit_code(None, "TERM")
         message = "its launcher was gone; distrun kill ended what was left"
         self.finish(Outcome(code, facts.TERMINATED, message, tasks=tasks, survivors=tuple(survivors)))
 
     def outcome_json(self, outcome: Outcome) -> Dict[str, Any]:
         """Return the outcome as JSON-able values: what outcome.json holds and `launch --json` prints."""
-        culprit = None
+        head = {"schema": OUTCOME_SCHEMA, "version": VERSION, "id": self.id, "folder": str(self.path)}
+        value: Dict[str, Any] = {**head, **written(outcome)}
+        del value["job"]
         if outcome.culprit is not None:
-            culprit = dataclasses.asdict(outcome.culprit)
-            culprit["time"] = rfc3339(outcome.culprit.time)
-            culprit["log"] = str(self.log_path(outcome.culprit.task)) if outcome.culprit.task else None
-        return {
-            "schema": OUTCOME_SCHEMA,
-            "version": VERSION,
-            "id": self.id,
-            "exit_code": outcome.exit_code,
-            "reason": outcome.reason,
-            "message": outcome.message,
-            "culprit": culprit,
-            "problems": [dataclasses.asdict(problem) for problem in outcome.problems],
-            "survivors": [each._asdict() for each in outcome.survivors],
-            "tasks": [self._task(task) for task in outcome.tasks],
-            "folder": str(self.path),
-        }
+            value["culprit"]["log"] = str(self.log_path(outcome.culprit.task)) if outcome.culprit.task else None
+        for task in value["tasks"]:
+            task["log"] = str(self.log_path(task["name"]))
+        return value
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
@@ -370,13 +360,6 @@ class JobFolder:
         """Append one line to metrics.jsonl. Raises OSError."""
         with open(str(self.path / "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-    def _task(self, task: TaskResult) -> Dict[str, Any]:
-        value = dict(vars(task))
-        value["started"] = None if task.started is None else rfc3339(task.started)
-        value["ended"] = None if task.ended is None else rfc3339(task.ended)
-        value["log"] = str(self.log_path(task.name))
-        return value
 
     # ------------------------------------------------------------------ reading
 
@@ -407,12 +390,15 @@ class JobFolder:
         return self._read("engine.json", stored.ENGINE)
 
     def _read(self, name: str, members: stored.Members) -> Optional[Dict[str, Any]]:
+        return self._load(name, members) if os.path.lexists(str(self.path / name)) else None
+
+    def _load(self, name: str, members: stored.Members, version: int = VERSION, job: str = "id") -> Dict[str, Any]:
+        """Read a file that must be there. `job`: the member that names its job, if it has it."""
         path = self.path / name
-        if not os.path.lexists(str(path)):
-            return None
-        value = stored.load(path, VERSION)
+        value = stored.load(path, version)
         stored.check(path, value, members)
-        self._is_mine(path, value.get("id", self.id))
+        if value.get(job, self.id) != self.id:
+            raise stored.damaged(path, f"it is of job {value[job]}")
         return value
 
     def plan(self) -> Plan:
@@ -420,14 +406,12 @@ class JobFolder:
         from distrun_runtime.contract import plan as plans  # not to list jobs
 
         if self._plan is None:
-            path = self.path / "plan.json"
-            value = stored.load(path, plans.VERSION)
-            stored.check_plan(path, value)
-            self._is_mine(path, value["job"])
+            value = self._load("plan.json", stored.PLAN, plans.VERSION, "job")
+            stored.check_plan(self.path / "plan.json", value)
             try:
                 self._plan = plans.from_json(value)
             except ContractError as err:
-                raise stored.damaged(path, str(err)) from err
+                raise stored.damaged(self.path / "plan.json", str(err)) from err
         return self._plan
 
     def state(self) -> Dict[str, Any]:
@@ -472,16 +456,9 @@ class JobFolder:
             return {**who, **times, **nothing, "message": str(err), "command": [], "hosts": [], "tasks": []}
 
     def _read_state(self) -> Dict[str, Any]:
-        path = self.path / "state.json"
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.STATE)
-        stored.check_list(path, value, "tasks", stored.TASK)
-        self._is_mine(path, value["id"])
+        value = self._load("state.json", stored.STATE)
+        stored.check_list(self.path / "state.json", value, "tasks", stored.TASK)
         return value
-
-    def _is_mine(self, path: Path, job: str) -> None:
-        if job != self.id:
-            raise stored.damaged(path, f"it is of job {job}")
 
     def _take_outcome(self, state: Dict[str, Any]) -> bool:
         """Bring a state up to date with outcome.json; return whether there is one that can be read."""
@@ -507,13 +484,18 @@ class JobFolder:
             stored.check_outcome(self.path / "outcome.json", value)
         return value
 
+    def ended(self) -> Optional[Outcome]:
+        """Read outcome.json as the value that it was written from; None while the job is not over. As `outcome`."""
+        from distrun_runtime.coordinator import failures
+
+        found = self.outcome()
+        return None if found is None else failures.from_json(found)
+
     def launcher(self) -> Dict[str, Any]:
         """Read launcher.json: {"pid", "start", "host", "boot", "version"}. Raises JobStoreError."""
-        path = self.path / "launcher.json"
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.LAUNCHER)
+        value = self._load("launcher.json", stored.LAUNCHER)
         if value["pid"] <= 0:
-            raise stored.damaged(path, f"pid: expected one from 1, found {int(value['pid'])}")
+            raise stored.damaged(self.path / "launcher.json", f"pid: expected one from 1, found {int(value['pid'])}")
         return value
 
     def write_control(self, path: str, login: str = "") -> None:
@@ -618,21 +600,6 @@ def _this_process() -> Dict[str, Any]:
     """Return the members of launcher.json and control.json that name this process."""
     who, boot = process.identity(os.getpid()), process.boot_id()
     return {"version": VERSION, "host": socket.gethostname(), "boot": boot, "pid": who.pid, "start": who.start}
-
-
-def rfc3339(when: float) -> str:
-    """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
-    moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + "%03dZ" % (moment.microsecond // 1000)
-
-
-def _result(task: Mapping[str, Any]) -> TaskResult:
-    """Return a task of state.json as the value that it was written from."""
-    from distrun_runtime.coordinator.failures import TaskResult
-
-    members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
-    times = {name: None if task[name] is None else stored.seconds(task[name]) for name in ("started", "ended")}
-    return TaskResult(**dict(members, **times))
 
 
 def events_of(data: bytes) -> List[Dict[str, Any]]:

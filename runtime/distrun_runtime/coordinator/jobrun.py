@@ -5,6 +5,7 @@ That is what is kept and shown of a job: its log files, its folder with states a
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import (
     TYPE_CHECKING,
@@ -12,7 +13,6 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
-    FrozenSet,
     List,
     Mapping,
     Optional,
@@ -146,40 +146,8 @@ def _why_not(task: TaskResult) -> Tuple[str, str]:
     )
 
 
-# Tells agents how often to measure: each when it is ready, and again when clients look at its host. No side effects.
-
-
-INTERVAL_S = 1.0
-"""Interval of measurements; in large jobs INTERVAL_A_HOST_S times the number of hosts."""
 INTERVAL_A_HOST_S = 0.01
-
-
-class SampleIntervals:
-    """The interval at which each agent of a job measures. `usual_s`: of a host at which no client looks."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._nodes = {place.name: place.host for place in plan.all_places}
-        self._told: Dict[str, float] = {}
-        """What the agent of each place was told."""
-        self._look: FrozenSet[str] = frozenset()
-        self.usual_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(self._nodes))
-
-    def handle(self, event: messages.Event) -> List[messages.AgentAction]:
-        """Return what agents are told because of an event."""
-        places: Sequence[str] = ()
-        if isinstance(event, messages.MetricsWanted):
-            self._look, places = frozenset(event.look), tuple(self._told)
-        elif isinstance(event, messages.AgentReady) and event.host in self._nodes:
-            places = (event.host,)
-        asked: List[messages.AgentAction] = []
-        for place in places:
-            interval_s = INTERVAL_S if self._nodes[place] in self._look else self.usual_s
-            if self._told.get(place) != interval_s:
-                self._told[place] = interval_s
-                asked.append(messages.Sample(place, interval_s))
-        return asked
-
-
+"""In large jobs agents measure once in so many seconds for each of them."""
 STATE_S = 0.25
 """state.json is replaced at most so often."""
 STATE_A_TASK_S = 0.00025
@@ -234,15 +202,15 @@ class JobRun:
         self._folder = folder
         self._service = service
         self._is_traced = verbosity >= TRACE
-        self._runtime = runtime
-        self._archive = b""
+        archive = functools.lru_cache(maxsize=None)(runtime)
         self._prepare = prepare
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
         self._stacks: Optional[StackQueries] = None
         """None: no client has asked for stacks."""
-        self._intervals = None if ends_when_ready else SampleIntervals(plan)
-        """None: nothing is measured."""
+        is_measured = not ends_when_ready
+        self._sample_s = max(messages.SAMPLE_S, INTERVAL_A_HOST_S * len(plan.all_places)) if is_measured else 0.0
+        """How often agents measure; 0: nothing is measured."""
         self._measuring: Optional[JobMeasurement] = None
         """Made when there is something to count: a short job ends before that."""
         self._exporter: Optional[MetricsPort] = None
@@ -261,11 +229,13 @@ class JobRun:
             self,
             channels,
             encoders={
-                messages.Begin: lambda action: messages.begin(share_of(action.host), secrets, action.host),
-                messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, self._archive),
+                messages.Begin: lambda action: messages.begin(
+                    share_of(action.host), secrets, action.host, self._sample_s
+                ),
+                messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, archive()),
             },
             ping_s=self._ping_s,
-            after_turn=self._flush_logs,
+            after_turn=lambda: self._warn(self._spool.flush()),
         )
 
     def run(self) -> Outcome:
@@ -362,27 +332,26 @@ class JobRun:
 
         A fault of ours there costs the numbers only, never the job.
         """
-        if self._intervals is None:
+        if not self._sample_s:
             return []
         found: List[messages.AgentAction] = []
         try:
-            found += self._intervals.handle(event)
             if self._measuring is None and isinstance(event, _COUNTED):
                 from distrun_runtime.coordinator.conditions import JobMeasurement
 
-                self._measuring = JobMeasurement(self._plan, self._intervals.usual_s, time.time() - now)
+                self._measuring = JobMeasurement(self._plan, self._sample_s, time.time() - now)
             if self._measuring is not None:
                 for action in self._measuring.handle(event, now):
                     found += self._perform(action)
                 for action in self._measuring.finish(now) if self.is_over else ():
                     self._perform(action)
             if self.is_over:
-                self._intervals = self._measuring = None  # what else came at the same time is too late
+                self._sample_s, self._measuring = 0.0, None  # what else came at the same time is too late
         except Exception as err:
             import traceback
 
             traceback.print_exc()  # to coordinator.log
-            self._intervals = self._measuring = None
+            self._sample_s, self._measuring = 0.0, None
             text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
             self._service.say(text, messages.WARNING)
         return found
@@ -413,18 +382,16 @@ class JobRun:
             host = self._supervisor.roster.tasks[event.task].host
             self._service.output(event.task, host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
-            warning = self._spool.warning()
-            if warning:
-                self._service.say(warning, messages.WARNING)
+            self._warn(self._spool.warning())
             flood = self._spool.flood(event.task)
             if flood:
                 self._loop.put(messages.DiskFilled(event.host, event.task, flood, time.time()))
         return [messages.Ack(event.host, event.task, event.stream, written.offset)]
 
-    def _flush_logs(self) -> None:
-        warning = self._spool.flush()
-        if warning:
-            self._service.say(warning, messages.WARNING)
+    def _warn(self, text: str) -> None:
+        """Say what is wrong with the logs, if anything is."""
+        if text:
+            self._service.say(text, messages.WARNING)
 
     def _perform(self, action: Union[messages.Action, messages.MetricsAction]) -> List[messages.AgentAction]:
         """Do what an action says; return it if the loop does more."""
@@ -445,26 +412,13 @@ class JobRun:
         if self._prepare is not None:
             self._prepare(self._loop.put)
 
-    def _open_archive(self, action: messages.SendRuntime) -> None:
-        self._archive = self._archive or self._runtime()
-
-    def _record_event(self, action: messages.RecordEvent) -> None:
-        self._record(action.kind, **action.members)
-
-    def _keep_sample(self, action: messages.KeepMetrics) -> None:
-        self._try(self._folder.append_sample, action.line)
-
-    def _show_metrics(self, action: messages.ShowMetrics) -> None:
-        (action.give or self._service.metrics)(action.snapshot)
-
     _ACTS: ClassVar[Mapping[type, Callable[[JobRun, Any], None]]] = {
         messages.Announce: _announce,
         messages.FinishJob: _end,
         messages.Prepare: _begin_preparation,
-        messages.SendRuntime: _open_archive,
-        messages.RecordEvent: _record_event,
-        messages.KeepMetrics: _keep_sample,
-        messages.ShowMetrics: _show_metrics,
+        messages.RecordEvent: lambda self, action: self._record(action.kind, **action.members),
+        messages.KeepMetrics: lambda self, action: self._try(self._folder.append_sample, action.line),
+        messages.ShowMetrics: lambda self, action: (action.give or self._service.metrics)(action.snapshot),
     }
 
     def _keep_folder(self, now: float) -> None:
@@ -472,9 +426,7 @@ class JobRun:
         if now >= self._touched + self._ping_s:
             self._touched = now
             self._try(self._folder.touch)
-            warning = self._spool.filling()
-            if warning:
-                self._service.say(warning, messages.WARNING)
+            self._warn(self._spool.filling())
         if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False

@@ -205,9 +205,9 @@ class JobStore:
 
         near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.6)
         if near:
-            hint = f"near: {_listed(list(dict.fromkeys(near)))}"
+            hint = f"near: {facts.listed(list(dict.fromkeys(near)), _SHOWN)}"
         elif known:
-            hint = f"{'there are' if len(known) <= _SHOWN else 'the newest'}: {_listed(known)}"
+            hint = f"{'there are' if len(known) <= _SHOWN else 'the newest'}: {facts.listed(known, _SHOWN)}"
         else:
             hint = f"there are no jobs in {self.jobs}"
         raise NoSuchJob(f"no job {wanted!r}; {hint}")
@@ -215,7 +215,7 @@ class JobStore:
 
 def _only(found: List[JobFolder], wanted: str) -> JobFolder:
     if len(found) > 1:
-        raise NoSuchJob(f"{wanted!r} could be {_listed([job.id for job in found])}; type more of the id")
+        raise NoSuchJob(f"{wanted!r} could be {facts.listed([job.id for job in found], _SHOWN)}; type more of the id")
     return found[0]
 
 
@@ -238,7 +238,3 @@ def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStore
     what = "--run-dir" if run_dir is not None else "XDG_STATE_HOME"
     why = f"cannot make the job's folder {place}: {err.strerror or err}"
     return JobStoreError(f"{why}; set {what} to a place that can be written")
-
-
-def _listed(names: List[str]) -> str:
-    return facts.listed(names, _SHOWN)

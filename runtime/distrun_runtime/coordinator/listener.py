@@ -19,11 +19,11 @@ import threading
 import time
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Callable, Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.address import ports_to_try
-from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
+from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk, with_port
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator.channel import Put, SessionChannel, SocketConnection
 from distrun_runtime.coordinator.messages import AgentLost, PlaceClaimedTwice, StartFailed, Warned
@@ -298,14 +298,7 @@ class AgentListener:
         except (OSError, WireError) as err:
             self._deny(guest, str(err))
         else:
-            self._await(guest, wanted)
-
-    def _await(self, guest: _Caller, wanted: int) -> None:
-        key = self._selector.get_map().get(guest.socket)
-        if key is None:
-            self._selector.register(guest.socket, wanted, functools.partial(self._proceed, guest))
-        elif key.events != wanted:
-            self._selector.modify(guest.socket, wanted, key.data)
+            enrolment.await_socket(self._selector, guest.socket, wanted, functools.partial(self._proceed, guest))
 
     def _talk(self, guest: _Caller) -> Talk[Optional[Tuple[Admitted, bytes]]]:
         """Lead one conversation; return who was let in, and what came after it already."""
@@ -381,12 +374,12 @@ def pin_of(pem: bytes) -> str:
     return enrolment.pin_of(ssl.PEM_cert_to_DER_cert(found.group().decode("ascii")))
 
 
-def shown(peer: Tuple[object, ...]) -> str:
+def shown(peer: Tuple[Any, ...]) -> str:
     """Return a socket's address as it is written in messages; an IPv4 address as such, however it came."""
-    host, port = str(peer[0]), peer[1]
+    host, port = peer[:2]
     if host.startswith("::ffff:") and "." in host:
         host = host[len("::ffff:") :]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return with_port(host, port)
 
 
 def _bound(port_range: str) -> socket.socket:
@@ -549,11 +542,6 @@ class DialBack:
             self._put(Warned("", "more agents were refused; they are not told of any more"))
         else:
             self._put(Warned("", f"an agent that dialled from {address} was refused: {reason}"))
-
-
-def with_port(host: str, port: int) -> str:
-    """Return `ADDRESS:PORT`. No side effects."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class DialBackChannel(SessionChannel):

@@ -170,14 +170,6 @@ class LogReader:
             log.close()
         self._logs.clear()
 
-    def __enter__(self) -> LogReader:
-        """Return itself; `close` is called at the end."""
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        """Close all files."""
-        self.close()
-
     def between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[LogPiece]:
         """Give the output between two cursors."""
         while start < stop:

@@ -325,14 +325,6 @@ class LogFile:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> LogFile:
-        """Return itself; `close` is called at the end."""
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        """Close the file."""
-        self.close()
-
     def _open(self) -> None:
         """Open the current file, and find out where it begins: it may be rotated meanwhile."""
         self.close()

@@ -154,21 +154,13 @@ class HostLoop:
 
     def _handle(self, event: messages.Event) -> None:
         now = time.monotonic()
-        note = self._NOTES.get(type(event))
-        if note is not None:
-            note(self, event)
+        if isinstance(event, messages.AgentHello):
+            self._listening.add(event.host)
+        elif isinstance(event, (messages.Bye, messages.AgentLost)):
+            self._listening.discard(event.host)
+            self._said_bye.update([event.host] if isinstance(event, messages.Bye) else [])
         for action in self._decisions.handle(event, now):
             self._ACTS.get(type(action), HostLoop._send)(self, action)
-
-    def _note_hello(self, event: messages.AgentHello) -> None:
-        self._listening.add(event.host)
-
-    def _note_bye(self, event: messages.Bye) -> None:
-        self._said_bye.add(event.host)
-        self._listening.discard(event.host)
-
-    def _note_lost(self, event: messages.AgentLost) -> None:
-        self._listening.discard(event.host)
 
     def _ack(self, action: messages.Ack) -> None:
         self._acks[action.host, action.task, action.stream] = action
@@ -197,11 +189,6 @@ class HostLoop:
         for host in sorted(self._listening):
             self._send(messages.Ping(host, self._pings))
 
-    _NOTES: ClassVar[Mapping[type, Callable[[HostLoop, Any], None]]] = {
-        messages.AgentHello: _note_hello,
-        messages.Bye: _note_bye,
-        messages.AgentLost: _note_lost,
-    }
     _ACTS: ClassVar[Mapping[type, Callable[[HostLoop, Any], None]]] = {
         messages.Ack: _ack,
         messages.Close: _close,

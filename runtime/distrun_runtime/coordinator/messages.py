@@ -33,7 +33,7 @@ from typing import (
 from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import NO_MEMBERS, Members
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, read
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
@@ -182,7 +182,7 @@ class StartFailed(NamedTuple):
     refused: bool = False
     """It answered, and cannot do what the plan asks for."""
     kind: str = ""
-    """One of `failures.KINDS` when it is known what is wrong with the host; that is a failed preflight too."""
+    """As `failures.Problem.kind`, when it is known what is wrong with the host; that is a failed preflight too."""
     fix: str = ""
     """What to type next."""
 
@@ -435,6 +435,8 @@ DEBUG = "debug"
 INFO = "info"
 WARNING = "warning"
 
+SAMPLE_S = 1.0
+"""How often the agents of a small job measure, and those of hosts at which a client looks, in seconds."""
 Steps = Tuple[Tuple[str, float], ...]
 """The stop sequence of tasks: pairs of a signal's name and the seconds until the next one; the last is ("KILL", 0)."""
 
@@ -605,7 +607,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Announce, RecordEvent, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, Sample, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
@@ -641,7 +643,7 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
     stamped = {} if frame.header.get("time") else {"time": arrived}
     try:
-        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, by="", **stamped)
+        event: Event = read(kind, frame.header, frame.body, host=host, arrived=arrived, refused=True, by="", **stamped)
         if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):
             raise ValueError(f"expected out or err, and an offset from 0; found {event.stream!r}, {event.offset}")
     except ValueError as err:
@@ -649,8 +651,11 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     return event
 
 
-def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
-    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
+def begin(share: Plan, secrets: Secrets, place: str, sample_s: float = 0.0) -> session.Frame:
+    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks.
+
+    `sample_s`: how often it measures, in seconds; 0: not at all.
+    """
     return session.Frame(
         {
             "type": "begin",
@@ -662,6 +667,7 @@ def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
             "secret_env": {
                 name: secrets.env[name] for task in share.tasks for name in task.secret_env if name in secrets.env
             },
+            "sample_s": sample_s,
         }
     )
 

@@ -26,8 +26,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
-import sys
 import threading
 import time
 from pathlib import Path
@@ -696,13 +694,6 @@ STALE_LIMIT = 64
 """Sockets of dead coordinators that one coordinator removes."""
 PAUSE_S = 0.05
 """Without a descriptor for a client that waits, it is looked so often whether there is one."""
-_UCRED = struct.Struct("3i")
-"""Linux: pid, uid, gid."""
-_XUCRED = struct.Struct("2I")
-"""macOS, the beginning of `struct xucred`: version, uid."""
-_XUCRED_SIZE = 76
-_LOCAL_PEERCRED = 1
-_SOL_LOCAL = 0
 
 
 class ControlSocket:
@@ -754,7 +745,7 @@ class ControlSocket:
             if err.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(PAUSE_S)  # it waits until there is a descriptor
             return None, ""
-        uid = peer_uid(connection)
+        uid = private.peer_uid(connection)
         if uid not in (0, os.geteuid()):
             connection.close()
             return None, f"a client of user {uid} was refused"
@@ -768,20 +759,6 @@ class ControlSocket:
             if (found.st_dev, found.st_ino) == self._inode:
                 os.unlink(self.path)
         self.socket.close()
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a Unix socket, -1 if the system does not tell."""
-    try:
-        if hasattr(socket, "SO_PEERCRED"):
-            data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            return int(_UCRED.unpack(data)[1])
-        if sys.platform == "darwin":
-            data = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_SIZE)
-            return int(_XUCRED.unpack_from(data)[1])
-    except (OSError, struct.error):
-        pass
-    return -1
 
 
 def _remove_stale(folder: str) -> None:

@@ -6,7 +6,6 @@ needs must be there and of its type; other members are ignored.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import seconds
 from distrun_runtime.errors import JobStoreError
 
 SIZE_LIMIT = 256 * 1024 * 1024
 """Bytes of a file that is read; ten thousand tasks need a hundredth of it."""
 _NUMBER_LIMIT = 1e15
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 class MemberType(NamedTuple):
@@ -147,11 +146,6 @@ PLAN_TASK: Members = {
 PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
 
 
-def seconds(text: str) -> float:
-    """Return an RFC 3339 time, as we write it, in seconds since 1970. Raises ValueError."""
-    return datetime.datetime.strptime(text, _TIME).replace(tzinfo=datetime.timezone.utc).timestamp()
-
-
 def damaged(path: Path, what: str) -> JobStoreError:
     """Return the error that says that a file of a job's folder is damaged."""
     return JobStoreError(f"{path} is damaged: {what}")
@@ -241,8 +235,7 @@ def check_outcome(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def check_plan(path: Path, value: Mapping[str, Any]) -> None:
-    """Check what JSON of a plan says, as far as a reader relies on it. Raises JobStoreError."""
-    check(path, value, PLAN)
+    """Check the objects in plan.json, as far as a reader relies on them. Raises JobStoreError."""
     check_list(path, value, "hosts", PLAN_HOST)
     check_list(path, value, "tasks", PLAN_TASK)
     hosts = {host["name"] for host in value["hosts"]}

@@ -27,6 +27,7 @@ from distrun.request import EngineOptions, Needs
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import process, session
+from distrun_runtime.contract.dataclass import read, written
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.messages import AgentHello, AgentLost, Event, StartFailed
 
@@ -139,7 +140,7 @@ def test_every_engine_keeps_the_secret_out_of_its_commands(name: str) -> None:
 
 def test_a_handle_survives_json() -> None:
     handle = Handle("slurm", "12", {"cluster": "c1"})
-    assert Handle.from_json(json.loads(json.dumps(handle.to_json()))) == handle
+    assert read(Handle, json.loads(json.dumps(written(handle)))) == handle
 
 
 def test_a_marker_is_short_plain_and_ends_with_the_nonce() -> None:

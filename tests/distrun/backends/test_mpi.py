@@ -15,6 +15,7 @@ from distrun.backends.engine import ENDED, RUNNING, EngineError, Grant, Handle, 
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, parse
 from distrun.request import EngineOptions, Needs
+from distrun_runtime.contract.dataclass import read, written
 
 RECORDED = Path(__file__).parent / "mpi"
 FLAVOR_OF = {"openmpi4": "openmpi4", "openmpi5": "openmpi5", "mpich4": "mpich", "mpich5": "mpich", "intel": "intel"}
@@ -249,7 +250,7 @@ def engine_job(tmp_path: Path) -> tuple[mpi.Mpi, Submission]:
 def begin(engine: mpi.Mpi, asked: Submission, text: str) -> Handle:
     script = engine.render(asked)
     program(asked.folder, "mpirun.sh", "#!/bin/sh\n" + text)
-    return Handle.from_json(engine.submit(asked, script).to_json())
+    return read(Handle, written(engine.submit(asked, script)))
 
 
 def until_ended(engine: mpi.Mpi, handle: Handle) -> str:

@@ -16,6 +16,7 @@ from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import written
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError
@@ -138,7 +139,7 @@ def test_what_was_said_to_an_engine_survives_json() -> None:
     said = EngineOptions(
         "all.q", 60.0, "p", ("-x",), Needs(2, 1 << 30, 1), Needs(), {"yarn_rm": "http://rm"}, {"a": "b"}
     )
-    assert EngineOptions.from_json(json.loads(json.dumps(said.to_json()))) == said
+    assert EngineOptions.from_json(json.loads(json.dumps(written(said)))) == said
 
 
 @pytest.mark.parametrize(
@@ -155,10 +156,10 @@ def test_what_an_engine_has_to_say_of_its_job_is_read_from_the_jobs_folder(
     more: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = JobFolder(tmp_path)
-    folder.note_engine("distrun-otter-5f3a", Handle("engine", "12", more).to_json())
+    folder.note_engine("distrun-otter-5f3a", written(Handle("engine", "12", more)))
     note = folder.engine()
     assert note is not None
-    assert note["handle"] == json.loads(json.dumps(Handle("engine", "12", more).to_json()))
+    assert note["handle"] == json.loads(json.dumps(written(Handle("engine", "12", more))))
     assert queue.recorded_marker(tmp_path) == "distrun-otter-5f3a"
 
 

@@ -34,6 +34,7 @@ from distrun.backends.slurm import HINTS, Slurm, SlurmJob, SlurmPreparation, _mo
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
+from distrun_runtime.contract.dataclass import read, written
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 HERE = Path(__file__).parent / "slurm"
@@ -428,6 +429,6 @@ def test_a_handle_survives_json() -> None:
     handle = Handle(
         "slurm", "12", SlurmJob("/x", components=(ANY,), grants=(Grant("h1", "h1", {"worker": 2}),))._asdict()
     )
-    job = SlurmJob.of(Handle.from_json(json.loads(json.dumps(handle.to_json()))))
+    job = SlurmJob.of(read(Handle, json.loads(json.dumps(written(handle)))))
     assert [(each.place, each.takes) for each in job.grants] == [("h1", {"worker": 2})]
     assert [(each.tasks, each.needs.cores) for each in job.components] == [(3, 0)]

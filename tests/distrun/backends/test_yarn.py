@@ -28,6 +28,7 @@ from distrun.backends.yarn import Yarn, YarnPreparation
 from distrun.backends.yarn_answers import Container, Exit, YarnQueue
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
+from distrun_runtime.contract.dataclass import read, written
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 __all__ = ["servers"]
@@ -436,7 +437,7 @@ def test_a_job_whose_acceptance_was_not_heard_is_killed(rm: Rm) -> None:
 def test_a_job_is_killed_then_deleted_from_another_process_by_its_handle(rm: Rm) -> None:
     engine = Yarn()
     made = submission(**of(rm))
-    handle = Handle.from_json(json.loads(json.dumps(engine.submit(made, engine.render(made)).to_json())))
+    handle = read(Handle, json.loads(json.dumps(written(engine.submit(made, engine.render(made))))))
     other = Yarn()
     other.cancel(handle)
     other.cancel(handle)

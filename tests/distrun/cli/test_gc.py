@@ -12,6 +12,7 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun import cli
+from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.coordinator import jobfolder
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -41,7 +42,7 @@ def over(store: JobStore, job: str, days: float = 40.0, run_dir: Path | None = N
     folder = store.create(sample_plan(job=job), run_dir=run_dir)
     folder.log_path("worker-0").write_text("x" * 100_000)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    when = jobfolder.rfc3339(time.time() - days * DAY_S)
+    when = rfc3339(time.time() - days * DAY_S)
     change(folder, "state.json", finished=when, updated=when, created=when)
     return orphan(folder)
 

@@ -64,7 +64,7 @@ def state(folder: JobFolder, word: str) -> dict[str, Any]:
 
 
 def ended(folder: JobFolder) -> bytes:
-    return frame("outcome", outcome=Outcome(0, "succeeded", "all well", None, (), job=folder.id).__dict__)
+    return frame("outcome", outcome=folder.outcome_json(Outcome(0, "succeeded", "all well")))
 
 
 def test_changes_are_told_once_each_and_the_end_has_the_outcome(folder: JobFolder, watched: Watched) -> None:

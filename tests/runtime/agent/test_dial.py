@@ -144,7 +144,7 @@ def test_addresses_are_read_with_and_without_brackets() -> None:
     words = ["10.0.0.1:4711", "[fe80::1%eth0]:4712", "head:1"]
     found = dial.addresses(words)
     assert found == (("10.0.0.1", 4711), ("fe80::1%eth0", 4712), ("head", 1))
-    assert [dial.shown(each) for each in found] == words
+    assert [enrolment.with_port(*each) for each in found] == words
 
 
 @pytest.mark.parametrize("word", ["", "10.0.0.1", ":1", "a:", "a:b"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.agent import share
-from distrun_runtime.agent.share import Record
+from distrun_runtime.agent.share import Record, RecordedTask
 from distrun_runtime.contract import private, process
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError
@@ -24,7 +24,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def example(agent: Identity = GONE, host: str = "d1") -> Record:
-    return Record("j1", host, GONE, agent, 5.0, (("worker-0", Identity(5, "s")),), (Identity(6, "t"),))
+    return Record("j1", host, GONE, agent, 5.0, (RecordedTask("worker-0", Identity(5, "s")),), (Identity(6, "t"),))
 
 
 def test_folder_is_private_and_holds_the_token(runtime_dir: Path) -> None:

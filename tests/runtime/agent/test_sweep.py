@@ -14,7 +14,7 @@ import pytest
 from agentkit import poll
 
 from distrun_runtime.agent import share, stopping
-from distrun_runtime.agent.share import Record
+from distrun_runtime.agent.share import Record, RecordedTask
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
 
@@ -65,7 +65,7 @@ def test_recorded_leader_must_still_be_that_very_process() -> None:
     try:
         stale = Identity(row.pid, row.start + "1")
         for leader, expected in ((stale, set()), (row.identity, {row.pid})):
-            record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", leader),))
+            record = Record("j", "h", GONE, GONE, 1.0, (RecordedTask("worker-0", leader),))
             found = stopping.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})
             assert {each.pid for each in found if each.pid == row.pid} == expected
     finally:
@@ -76,7 +76,9 @@ def test_recorded_leader_must_still_be_that_very_process() -> None:
 def test_neither_we_nor_our_ancestors_are_ever_found() -> None:
     me = process.identity(os.getpid())
     parent = process.identity(os.getppid())
-    record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", parent), ("worker-1", me)), (me, parent))
+    record = Record(
+        "j", "h", GONE, GONE, 1.0, (RecordedTask("worker-0", parent), RecordedTask("worker-1", me)), (me, parent)
+    )
     found = {each.pid for each in stopping.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})}
     assert not {me.pid, parent.pid} & found
 

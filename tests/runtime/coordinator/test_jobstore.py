@@ -16,7 +16,8 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts, process
-from distrun_runtime.coordinator import jobfolder, jobstore
+from distrun_runtime.contract.dataclass import rfc3339
+from distrun_runtime.coordinator import failures, jobfolder, jobstore
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -245,7 +246,7 @@ def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None
     orphan(folder)
     state = folder.state()
     assert [task["state"] for task in state["tasks"]] == ["lost", "lost", "lost", "exited", "failed", "stopped"]
-    assert state["updated"] <= state["heard"] <= jobfolder.rfc3339(time.time() + 1)
+    assert state["updated"] <= state["heard"] <= rfc3339(time.time() + 1)
 
 
 def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: 
     for path in (folder.path / "state.json", folder.path / "events.jsonl", folder.log_path("worker-0")):
         later += 60
         os.utime(path, (later, later))
-        assert folder.state()["heard"] == jobfolder.rfc3339(later)
+        assert folder.state()["heard"] == rfc3339(later)
 
 
 def test_a_job_that_is_silent_is_noted_to_live(tmp_path: Path) -> None:
@@ -328,6 +329,16 @@ def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
     assert outcome is not None
     assert outcome["culprit"]["log"] == str(folder.log_path("worker-0"))
     assert outcome["culprit"]["time"] == "1970-01-01T00:00:02.500Z"
+
+
+def test_the_outcome_that_a_folder_holds_is_the_one_that_was_written(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    task = TaskResult("worker-0", "worker", 0, "d1", facts.FAILED, 7, 3, started=1.25, ended=2.5, cpu_s=0.5)
+    culprit, problem = Culprit("worker-0", "d1", 3, time=2.5), Problem("d1", "disk", "it is full")
+    survivor = Survivor("pid 7 (sleep)", "d1")
+    outcome = Outcome(3, "task_failed", "it failed", culprit, (task,), (survivor,), folder.id, (problem,))
+    folder.finish(outcome)
+    assert failures.from_json(folder.outcome() or {}) == outcome
 
 
 @pytest.mark.parametrize(

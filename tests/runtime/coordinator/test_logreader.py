@@ -27,7 +27,7 @@ Chunk = tuple[str, str, bytes]
 def open_reader() -> Iterator[Callable[[Path], LogReader]]:
     """Make readers that are closed after the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda folder: stack.enter_context(LogReader(folder))
+        yield lambda folder: stack.enter_context(contextlib.closing(LogReader(folder)))
 
 
 class Clock:

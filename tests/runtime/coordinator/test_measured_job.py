@@ -39,10 +39,16 @@ def simulated(tmp_path: Path, hosts: int = 4, beats: int = 70, watcher: Viewer |
     return SimulatedJob(plan, tmp_path, Clock(), beats=beats, measures=True, watcher=watcher)
 
 
-def test_every_agent_is_told_once_how_often_to_measure_and_a_sample_a_minute_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hosts", "interval_s"), [(1, 1.0), (100, 1.0), (250, 2.5)])
+def test_agents_of_a_large_job_measure_less_often(tmp_path: Path, hosts: int, interval_s: float) -> None:
+    job = SimulatedJob(job_plan(hosts, workers=hosts), tmp_path, Clock(), beats=1)
+    assert job.run().exit_code == 0
+    assert {agent.sample_s for agent in job.agents.values()} == {interval_s}
+
+
+def test_a_sample_a_minute_is_kept(tmp_path: Path) -> None:
     job = simulated(tmp_path)
     assert job.run().exit_code == 0
-    assert {agent.heard["sample"] for agent in job.agents.values()} == {1}
     lines = (tmp_path / job.plan.job / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 3, "after one and two minutes, and at the end"
     kept = json.loads(lines[1])
@@ -111,5 +117,5 @@ def test_many_agents_cost_little(tmp_path: Path) -> None:
     """`benchmarks/metrics_coordinator.py` has the figures; what grows with the square of the tasks exceeds this."""
     job = simulated(tmp_path, hosts=300, beats=5)
     assert job.run().exit_code == 0
-    assert {agent.heard["sample"] for agent in job.agents.values()} == {1}
+    assert {agent.heard["sample"] for agent in job.agents.values()} == {0}, "`begin` says how often to measure"
     assert job.phases["beat"].cpu_s < 0.6, "of 2 s; less than 0.1 where this was written"

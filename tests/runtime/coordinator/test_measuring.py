@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import schemas
 from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
@@ -18,37 +17,29 @@ def hosts_of(count: int) -> tuple[str, ...]:
     return tuple(f"h{number}" for number in range(count))
 
 
-@pytest.mark.parametrize(("hosts", "interval_s"), [(1, 1.0), (100, 1.0), (250, 2.5), (1000, 10.0)])
-def test_agents_of_a_large_job_measure_less_often(hosts: int, interval_s: float) -> None:
-    job = MeasuredJob(sample_plan(hosts, 0, hosts_of(hosts)))
-    job.tell(messages.AgentReady("h0", "10.0.0.1"))
-    assert job.intervals == [("h0", interval_s)]
-    job.tell(messages.AgentReady("h0", "10.0.0.1"))
-    assert len(job.intervals) == 1, "it was told"
-
-
 def test_a_host_that_is_looked_at_measures_every_second_and_no_more_afterwards() -> None:
-    job = MeasuredJob(sample_plan(500, 0, hosts_of(500)))
-    for host in ("h0", "h1", "h2"):
-        job.tell(messages.AgentReady(host, "10.0.0.1"))
-    job.done.clear()
-    job.tell(messages.MetricsWanted(True, ("h1", "h2", "h77", "no host")))
-    assert job.intervals == [("h1", 1.0), ("h2", 1.0)]
+    job = MeasuredJob(sample_plan(500, 0, hosts_of(500)), 5.0)
+    job.tell(messages.MetricsWanted(True, ("h1", "h77", "no host")))
+    assert job.intervals == [("h1", 1.0), ("h77", 1.0)]
     job.tell(messages.AgentReady("h77", "10.0.0.1"))
-    job.tell(messages.MetricsWanted(True, ("h2",)))
-    assert job.intervals[2:] == [("h77", 1.0), ("h1", 5.0), ("h77", 5.0)]
+    assert job.intervals[2:] == [("h77", 1.0)], "it begins as `begin` said, however early it was looked at"
+    job.tell(messages.MetricsWanted(True, ("h1",)))
+    assert job.intervals[3:] == [("h77", 5.0)]
     job.tell(messages.MetricsWanted(False, ()))
-    assert job.intervals[5:] == [("h2", 5.0)]
+    assert job.intervals[4:] == [("h1", 5.0)]
+
+
+def test_in_a_small_job_looking_changes_nothing() -> None:
+    job = MeasuredJob(sample_plan(2, 0, hosts_of(2)))
+    job.tell(messages.MetricsWanted(True, ("h1",)))
+    assert job.intervals == []
 
 
 def test_to_look_at_a_node_is_to_look_at_all_its_agents() -> None:
-    plan = sample_plan(202, 0, ("d1", "d2"))
+    plan = sample_plan(4, 0, ("d1", "d2"))
     places = tuple(Place(str(task.rank), task.host) for task in plan.tasks)
     tasks = tuple(task._replace(place=str(task.rank)) for task in plan.tasks)
-    job = MeasuredJob(plan._replace(hosts=(Host("d1"), Host("d2")), places=places, tasks=tasks))
-    for place in places[:4]:
-        job.tell(messages.AgentReady(place.name, "10.0.0.1"))
-    job.done.clear()
+    job = MeasuredJob(plan._replace(hosts=(Host("d1"), Host("d2")), places=places, tasks=tasks), 2.0)
     job.tell(messages.MetricsWanted(True, ("d1",)))
     assert job.intervals == [("0", 1.0), ("2", 1.0)]
 
