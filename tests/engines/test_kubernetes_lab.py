@@ -9,8 +9,8 @@ from typing import Any
 
 import kubernetes
 import pytest
+from distrun_cli import wait_until
 from kubernetessite import KubernetesSite, site
-from lab import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 

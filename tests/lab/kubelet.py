@@ -9,8 +9,9 @@ library and `unshare`, and is one file, because hosts get it as one. It does wha
 exit codes, waits for secrets, asks a pod to end and kills it after its grace period, serves logs, and removes what was
 deleted.
 
-Unlike a real one, it has no images: a pod has the host's files, network and process table, and its own host name, mounts
-and process tree. One container a pod, which is never restarted. Three faults can be asked for:
+Unlike a real one, it has no images: a pod has the host's files, network and process table. Its host name, mounts and
+process tree are its own. A pod has one container, which is never restarted, and its first process is not number 1.
+Three faults can be asked for:
 
 * An image of a registry below `.invalid` cannot be pulled.
 * A pod above its memory limit is killed (OOMKilled); the limit is held by watching.

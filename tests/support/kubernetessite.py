@@ -8,9 +8,9 @@ from typing import Any
 
 import kubernetes
 import pytest
+from distrun_cli import wait_until
 from enginesneeded import is_required
 from hostlab import Process, Unavailable
-from distrun_cli import wait_until
 from lab import ROOT, Done, Running, Site, shared_folders
 
 
