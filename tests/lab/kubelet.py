@@ -13,7 +13,7 @@ Unlike a real one, it has no images: a pod has the host's files, network and pro
 process tree are its own. A pod has one container, which is never restarted, and its first process is not number 1.
 Three faults can be asked for:
 
-* An image of a registry below `.invalid` cannot be pulled.
+* An image of a registry below `.invalid` cannot be pulled, and one below `.private.test` only with a pull secret.
 * A pod above its memory limit is killed (OOMKilled); the limit is held by watching.
 * On SIGUSR1 the node is short of memory: every pod on it is evicted.
 """
@@ -54,10 +54,14 @@ BEAT_S = 1.0
 RETRY_S = 1.0
 """Time between two attempts to start a pod that waits for something."""
 MEMORY_S = 0.2
+WATCH_S, SILENT_S = 8, 10
+"""Time after which a watch is begun anew, and after which an answer is no longer waited for."""
 LOG_PORT = 10250
 GPU = "nvidia.com/gpu"
 CAPACITY = {"cpu": "4", "memory": "4Gi", "pods": "20", "ephemeral-storage": "4Gi", GPU: "2"}
-EVICTED = "The node was low on resource: memory. Threshold quantity: 100Mi, available: 0Ki. "
+EVICTED = "The node was low on resource: memory. Container %s was using more than its request."
+MESSAGE_SIZE, MESSAGE_LINES = 2048, 80
+"""Of a log that becomes the message of a container that failed."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER."""
 ASKED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1)
@@ -283,12 +287,19 @@ class Api:
         data = None if body is None else json.dumps(body).encode()
         head = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
         request = urllib.request.Request(self._server + path, data=data, headers=head, method=method)
-        return urllib.request.urlopen(request, timeout=30, context=self._trust)
+        return urllib.request.urlopen(request, timeout=SILENT_S, context=self._trust)
 
     def call(self, method: str, path: str, body: Json | None = None, kind: str = "application/json") -> Json:
-        """Send a request; return the answer's object."""
-        with self.open(method, path, body, kind) as answer:
-            return dict(json.load(answer))
+        """Send a request until it is answered; return the answer's object. Raises HTTPError."""
+        while True:
+            try:
+                with self.open(method, path, body, kind) as answer:
+                    return dict(json.load(answer))
+            except urllib.error.HTTPError:
+                raise
+            except OSError as error:  # the node is cut off
+                print(f"{method} {path}: {error}", file=sys.stderr, flush=True)
+                time.sleep(RETRY_S)
 
     def get(self, path: str) -> Json:
         """Read an object."""
@@ -347,6 +358,9 @@ class Node:
         self.api = api
         self.folder = folder
         self.runs: dict[str, Run] = {}
+        """What runs or is to run, by the uid of the pod."""
+        self.over: set[str] = set()
+        """Pods that have ended: what the watch still tells of their lives is old."""
         self.events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._server = urlsplit(api._server)
 
@@ -404,7 +418,9 @@ class Node:
                 listed = self.api.get(pods)
                 self.events.put(("LIST", listed["items"]))
                 version = listed["metadata"]["resourceVersion"]
-                with self.api.open("GET", f"{pods}&watch=1&timeoutSeconds=20&resourceVersion={version}") as answer:
+                with self.api.open(
+                    "GET", f"{pods}&watch=1&timeoutSeconds={WATCH_S}&resourceVersion={version}"
+                ) as answer:
                     for line in answer:
                         event = json.loads(line)
                         self.events.put((event["type"], event["object"]))
@@ -445,8 +461,11 @@ class Node:
                 self._ask_to_end(run, float(pod["metadata"].get("deletionGracePeriodSeconds", 30)))
         elif run is not None:
             run.pod = pod
+        elif pod["metadata"]["uid"] in self.over:
+            return
         elif phase == "Pending":
             folder = Path(tempfile.mkdtemp(prefix="pod-", dir=self.folder))
+            (folder / "log").touch()
             self.runs[pod["metadata"]["uid"]] = Run(pod, folder)
         elif phase == "Running":
             ended = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The node was restarted."}
@@ -472,7 +491,7 @@ class Node:
         pod, container = run.pod, run.pod["spec"]["containers"][0]
         if reason := refused_image(pod, self.api.get):
             run.refusals += 1
-            if run.refusals == 1:
+            if run.refusals % 2:
                 raise Waits("ErrImagePull", reason)
             raise Waits("ImagePullBackOff", f'Back-off pulling image "{container["image"]}": ErrImagePull: {reason}')
         mounts = self._mounts(run)
@@ -620,20 +639,28 @@ class Node:
 
     def _ended(self, uid: str, state: Json) -> None:
         run = self.runs[uid]
+        container = run.pod["spec"]["containers"][0]
         state = {**state, "startedAt": run.started, "finishedAt": now()}
+        if state["exitCode"] and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            lines = (run.folder / "log").read_text(errors="replace")[-MESSAGE_SIZE:].splitlines(keepends=True)
+            state.setdefault("message", "".join(lines[-MESSAGE_LINES:]))
         phase = "Failed" if state["exitCode"] else "Succeeded"
         more: Json = {}
         if run.is_evicted:
             phase = "Failed"
-            name = run.pod["spec"]["containers"][0]["name"]
-            more = {"reason": "Evicted", "message": f"{EVICTED}Container {name} was using more than it asked for."}
+            more = {
+                "reason": "Evicted",
+                "message": f"{EVICTED}Container {container['name']} was using more than it asked for.",
+            }
         self._report(run.pod, phase, {"terminated": state}, more)
         self._forget(run, keeps_log=True)
         if run.pod["metadata"].get("deletionTimestamp"):
             self._remove(run.pod)
 
     def _forget(self, run: Run, keeps_log: bool = False) -> None:
-        del self.runs[run.pod["metadata"]["uid"]]
+        uid = run.pod["metadata"]["uid"]
+        del self.runs[uid]
+        self.over.add(uid)
         if keeps_log:
             os.replace(run.folder / "log", self._log(run.pod["metadata"]["namespace"], run.pod["metadata"]["name"]))
         shutil.rmtree(run.folder)

@@ -56,6 +56,8 @@ LOST_S = 4
 UP_S = 90.0
 BAD_IMAGE = "registry.invalid/none:1"
 """An image that cannot be pulled."""
+PRIVATE_IMAGE = "images.private.test/some:1"
+"""An image that can be pulled with a pull secret only."""
 
 RULES = [
     {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "watch", "delete"]},
