@@ -204,6 +204,11 @@ def test_a_program_that_is_not_there_and_one_that_fails_are_told_apart(lab: Kube
     assert (second["exitCode"], second["reason"], second["message"]) == (3, "Error", "why\n")
 
 
+def test_a_pod_runs_as_the_user_that_it_names(lab: KubernetesSite) -> None:
+    begin(lab, 'test "$(id -u) $(id -G)" = "1000 1000"', securityContext={"runAsUser": 1000})
+    assert condition(lab) == "Complete CompletionsReached"
+
+
 def test_each_pod_gets_gpus_of_its_own(lab: KubernetesSite) -> None:
     pod = {"nodeName": "h1", "topologySpreadConstraints": []}
     begin(lab, f"echo $NVIDIA_VISIBLE_DEVICES; {STAY}", 2, pod=pod, resources={"limits": {"nvidia.com/gpu": 1}})

@@ -133,12 +133,7 @@ def data_of(read: Read, namespace: str, kind: str, name: str) -> dict[str, bytes
 def variables(pod: Json, address: str, read: Read) -> dict[str, str]:
     """Return the variables that the container's `envFrom` and `env` give it. Raises Waits."""
     container, namespace = pod["spec"]["containers"][0], pod["metadata"]["namespace"]
-    kinds = {
-        "secretRef": "secret",
-        "configMapRef": "configmap",
-        "secretKeyRef": "secret",
-        "configMapKeyRef": "configmap",
-    }
+    kinds = {word + each: word.lower() for word in ("secret", "configMap") for each in ("Ref", "KeyRef")}
     env: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         for word, reference in source.items():
@@ -248,6 +243,7 @@ def run_pod(folder: Path, spec: Json) -> Json:
                 start_new_session=True,
                 user=spec["user"],
                 group=spec["user"],
+                extra_groups=None if spec["user"] is None else [],
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),  # noqa: PLW1509
             )
         except OSError as error:
@@ -278,7 +274,7 @@ class Api:
     """The API server, with a node's token."""
 
     def __init__(self, server: str, folder: Path) -> None:
-        self._server = server
+        self.server = server
         self._token = (folder / "token").read_text()
         self._trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
 
@@ -286,7 +282,7 @@ class Api:
         """Send a request; return the open answer. Raises HTTPError, OSError."""
         data = None if body is None else json.dumps(body).encode()
         head = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
-        request = urllib.request.Request(self._server + path, data=data, headers=head, method=method)
+        request = urllib.request.Request(self.server + path, data=data, headers=head, method=method)
         return urllib.request.urlopen(request, timeout=SILENT_S, context=self._trust)
 
     def call(self, method: str, path: str, body: Json | None = None, kind: str = "application/json") -> Json:
@@ -362,7 +358,7 @@ class Node:
         self.over: set[str] = set()
         """Pods that have ended: what the watch still tells of their lives is old."""
         self.events: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._server = urlsplit(api._server)
+        self._server = urlsplit(api.server)
 
     # Registration and life sign.
 
@@ -380,31 +376,22 @@ class Node:
             with contextlib.suppress(OSError):
                 stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
                 spec = {"holderIdentity": self.name, "leaseDurationSeconds": 4, "renewTime": stamp}
-                lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "spec": spec}
-                lease["metadata"] = {"name": self.name}
                 try:
-                    merge = "application/merge-patch+json"
-                    self.api.call("PATCH", f"{leases}/{self.name}", {"spec": spec}, merge)
-                except urllib.error.HTTPError:
-                    self.api.call("POST", leases, lease)
+                    self.api.call("PATCH", f"{leases}/{self.name}", {"spec": spec}, "application/merge-patch+json")
+                except urllib.error.HTTPError:  # there is none yet
+                    lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self.name}}
+                    self.api.call("POST", leases, {**lease, "spec": spec})
                 self.api.patch_status(f"/api/v1/nodes/{self.name}", self._status())
             time.sleep(BEAT_S)
 
     def _status(self) -> Json:
-        ready = {
-            "type": "Ready",
-            "status": "True",
-            "reason": "KubeletReady",
-            "message": "kubelet is posting ready status",
-        }
+        [ready] = conditions({"Ready": True}, "KubeletReady")
+        addresses = {"InternalIP": self.address, "Hostname": self.name}
         return {
             "capacity": CAPACITY,
             "allocatable": CAPACITY,
-            "addresses": [
-                {"type": "InternalIP", "address": self.address},
-                {"type": "Hostname", "address": self.name},
-            ],
-            "conditions": [{**ready, "lastHeartbeatTime": now(), "lastTransitionTime": now()}],
+            "addresses": [{"type": kind, "address": address} for kind, address in addresses.items()],
+            "conditions": [{**ready, "lastHeartbeatTime": now()}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": LOG_PORT}},
         }
 
@@ -418,9 +405,8 @@ class Node:
                 listed = self.api.get(pods)
                 self.events.put(("LIST", listed["items"]))
                 version = listed["metadata"]["resourceVersion"]
-                with self.api.open(
-                    "GET", f"{pods}&watch=1&timeoutSeconds={WATCH_S}&resourceVersion={version}"
-                ) as answer:
+                since = f"&watch=1&timeoutSeconds={WATCH_S}&resourceVersion={version}"
+                with self.api.open("GET", pods + since) as answer:
                     for line in answer:
                         event = json.loads(line)
                         self.events.put((event["type"], event["object"]))
@@ -563,21 +549,16 @@ class Node:
                 for name, data in files.items():
                     (folder / name).write_bytes(data)
         container = run.pod["spec"]["containers"][0]
-        return [
-            (
-                os.path.join(sources[mount["name"]], mount.get("subPath", "")),
-                mount["mountPath"],
-                bool(mount.get("readOnly")),
-            )
-            for mount in container.get("volumeMounts", ())
-        ]
+        mounts = []
+        for mount in container.get("volumeMounts", ()):
+            source = os.path.join(sources[mount["name"]], mount.get("subPath", ""))
+            mounts.append((source, mount["mountPath"], bool(mount.get("readOnly"))))
+        return mounts
 
     @staticmethod
     def _host_path(volume: Json) -> str:
         path = str(volume["hostPath"]["path"])
-        if volume["hostPath"].get("type") == "DirectoryOrCreate":
-            Path(path).mkdir(parents=True, exist_ok=True)
-        elif volume["hostPath"].get("type") == "Directory" and not Path(path).is_dir():
+        if volume["hostPath"].get("type") == "Directory" and not Path(path).is_dir():
             raise Waits("ContainerCreating", f"hostPath type check failed: {path} is not a directory")
         Path(path).mkdir(parents=True, exist_ok=True)
         return path
@@ -648,10 +629,7 @@ class Node:
         more: Json = {}
         if run.is_evicted:
             phase = "Failed"
-            more = {
-                "reason": "Evicted",
-                "message": f"{EVICTED}Container {container['name']} was using more than it asked for.",
-            }
+            more = {"reason": "Evicted", "message": EVICTED % container["name"]}
         self._report(run.pod, phase, {"terminated": state}, more)
         self._forget(run, keeps_log=True)
         if run.pod["metadata"].get("deletionTimestamp"):

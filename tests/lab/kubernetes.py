@@ -350,6 +350,7 @@ def control_plane() -> dict[str, list[str]]:
             "--node-monitor-period=1s",
             "--node-monitor-grace-period=%ds" % LOST_S,
             "--node-eviction-rate=10",
+            "--pvclaimbinder-sync-period=1s",
         ],
         "kube-scheduler": [
             "--kubeconfig=admin",
