@@ -246,3 +246,12 @@ def test_the_user_may_do_no_more_than_a_launch_needs(lab: KubernetesSite) -> Non
     assert lab.run("kubectl", "auth", "can-i", "create", "jobs").out == "yes\n"
     for words in (("get", "nodes"), ("create", "jobs", "--namespace", "default"), ("create", "pods")):
         assert lab.run("kubectl", "auth", "can-i", *words).out == "no\n", words
+
+
+def test_a_cluster_that_is_down_has_left_no_process() -> None:
+    made = site(1)
+    lab = next(made)
+    there = {each.pid: each.name for each in lab.processes()}
+    assert {"etcd", "kube-apiserver", "kube-scheduler", "kube-controller"} <= set(there.values())
+    made.close()
+    wait_until(lambda: not [pid for pid in there if Path(f"/proc/{pid}").exists()], LIMIT_S, "all have ended")
