@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kubernetessite import KubernetesSite, site
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 LIMIT_S = 60.0
+GRACE_S = 3
 INDEX = "batch.kubernetes.io/job-completion-index"
 STAY = "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
 
@@ -44,6 +46,7 @@ def begin(lab: KubernetesSite, script: str, count: int = 1, pod: Any = None, vol
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
     spec_of_pod = {
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": False,
         "containers": [one],
         "volumes": [{"name": "volume", **(volume or {"emptyDir": {}})}],
@@ -239,6 +242,15 @@ def test_deleting_a_job_asks_its_pods_to_end_and_leaves_nothing(lab: KubernetesS
     lab.nothing_stays()
     assert follows.wait() == 0
     assert follows.out == "up\nbye\n"
+
+
+def test_a_program_that_does_not_handle_sigterm_is_killed_after_its_grace_period(lab: KubernetesSite) -> None:
+    begin(lab, "exec sleep 1000")
+    running(lab, 1)
+    began = time.monotonic()
+    assert lab.run("kubectl", "delete", "job", "job").code == 0
+    lab.nothing_stays()
+    assert time.monotonic() > began + GRACE_S
 
 
 def test_the_user_may_do_no_more_than_a_launch_needs(lab: KubernetesSite) -> None:

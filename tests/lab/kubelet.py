@@ -10,8 +10,8 @@ exit codes, waits for secrets, asks a pod to end and kills it after its grace pe
 deleted.
 
 Unlike a real one, it has no images: a pod has the host's files, network and process table. Its host name, mounts and
-process tree are its own. A pod has one container, which is never restarted, and its first process is not number 1.
-Three faults can be asked for:
+process tree are its own. A pod has one container, which is never restarted. Its first process is not number 1, but is
+told only of signals that it handles, as number 1 is by the kernel (pid_namespaces(7)). Three faults can be asked for:
 
 * An image of a registry below `.invalid` cannot be pulled, and one below `.private.test` only with a pull secret.
 * A pod above its memory limit is killed (OOMKilled); the limit is held by watching.
@@ -208,6 +208,15 @@ def memory_of(pids: Sequence[int]) -> int:
     return total
 
 
+def handles(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler of a signal."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def kill_descendants() -> None:
     """End all that lives below this process, and collect it."""
     while True:
@@ -251,7 +260,7 @@ def run_pod(folder: Path, spec: Json) -> Json:
     reason = ""
     while True:
         got = signal.sigtimedwait(ASKED, MEMORY_S if spec["limit"] else 3600)
-        if got and got.si_signo == signal.SIGTERM:
+        if got and got.si_signo == signal.SIGTERM and handles(main.pid, signal.SIGTERM):
             os.kill(main.pid, signal.SIGTERM)
         elif got and got.si_signo == signal.SIGUSR1:
             os.kill(main.pid, signal.SIGKILL)
