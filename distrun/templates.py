@@ -18,6 +18,7 @@ without is a part of a backend. The head is an INI file behind `#@`, and no part
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import re
 import shlex
@@ -29,19 +30,24 @@ from distrun import __version__
 from distrun.errors import UsageError
 
 HEAD = "#@"
+SHOWN = 30
+"""Characters of a refused value that a message shows: of a private key that is no more than its first words."""
 VERSION = "version"
 """The placeholder of distrun's own version; no value of a template is named so."""
 PLAIN = r"[A-Za-z0-9_.:/@+-]*"
 """What a value may consist of whose place has no quoting: it means nothing to a shell, in YAML or in a Dockerfile."""
-QUOTINGS: Mapping[str | None, Callable[[str], str]] = {
-    None: str,
-    "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # YAML 1.2, chapter 1.3: JSON is YAML
-    "shell": shlex.quote,
-    "words": lambda value: shlex.join(value.split()),
+_PLACE = re.compile(r"@\{(\w+)(?:\|(\w+))?\}")
+_json = json.JSONEncoder(ensure_ascii=False).encode
+QUOTINGS: Mapping[str, Callable[[str], str]] = {
+    "": str,
+    "yaml": _json,  # YAML 1.2, chapter 1.3: JSON is YAML
+    # Of `$$`, Compose makes `$`, which else begins a variable of its own (compose-spec, "Interpolation").
+    "compose": lambda value: _json(value).replace("$", "$$"),
+    # So does Kubernetes, where `$(NAME)` is a variable ("Define Dependent Environment Variables").
+    "args": lambda value: _json(shlex.split(value)).replace("$", "$$"),
+    "words": lambda value: shlex.join(value.split()),  # of a shell
 }
 """What is written for a value: of the name behind `|`. A rendered value has no line ends: `problems` refuses them."""
-
-_PLACE = re.compile(r"@\{(\w+)(?:\|(\w+))?\}")
 
 
 @dataclass(frozen=True)
@@ -126,17 +132,19 @@ def problems(template: Template, words: Sequence[str]) -> Iterator[str]:
             yield f"{word}: expected NAME=VALUE"
         elif name not in known:
             yield f"{name}: the template has no such value{_near(name, known)}"
-    bare = {name for name, quoting in _PLACE.findall(template.text) if not quoting}
+    places = set(_PLACE.findall(template.text))
     for name, value in known.items():
         text = given.get(name, value.default)
         if text is None:
             yield f"{name}: missing: {value.what}"
         elif not text.isprintable():
-            yield f"{name}: expected one line of printable characters, found {text!r}"
+            yield f"{name}: expected one line of printable characters, found {_found(text)}"
         elif value.pattern and not re.fullmatch(value.pattern, text):
-            yield f"{name}: expected {value.accepts}, found {text!r}"
-        elif name in bare and not re.fullmatch(PLAIN, text):
-            yield f"{name}: expected letters, digits and _ . : / @ + - only, found {text!r}"
+            yield f"{name}: expected {value.accepts}, found {_found(text)}"
+        elif (name, "") in places and not re.fullmatch(PLAIN, text):
+            yield f"{name}: expected letters, digits and _ . : / @ + - only, found {_found(text)}"
+        elif (name, "args") in places and not _is_split(text):
+            yield f"{name}: expected words as of a shell, found a quote without its end: {_found(text)}"
 
 
 def render(template: Template, words: Sequence[str] = ()) -> str:
@@ -176,7 +184,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     """
 
     def value(match: re.Match[str]) -> str:
-        name, quoting = match.groups()
+        name, quoting = match.groups("")
         for word, known in ((name, values), (quoting, QUOTINGS)):
             if word not in known:
                 names = ", ".join(sorted(filter(None, known)))
@@ -184,6 +192,17 @@ def fill(text: str, values: Mapping[str, str]) -> str:
         return QUOTINGS[quoting](values[name])
 
     return _PLACE.sub(value, text)
+
+
+def _is_split(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        shlex.split(text)
+        return True
+    return False
+
+
+def _found(text: str) -> str:
+    return repr(text if len(text) < SHOWN else text[:SHOWN] + "...")
 
 
 def _near(word: str, known: Mapping[str, object]) -> str:

@@ -34,7 +34,7 @@ TEXT = """\
 #@ what = the key
 user: @{user|yaml}
 count: @{count}
-key: @{key|shell} ${NOT_OURS} @{version}
+key: @{key|words} ${NOT_OURS} @{version}
 """
 SAMPLE = templates.parse("sample", TEXT)
 ALL = templates.find_all()
@@ -49,12 +49,12 @@ def complaints(*words: str) -> list[str]:
 
 
 def test_rendered_file_has_the_values_quoted_for_their_places_and_says_how_it_was_made() -> None:
-    assert templates.render(SAMPLE, ["count=3", 'user=a: "b"', "key=it's"]) == (
+    assert templates.render(SAMPLE, ["count=3", 'user=a: "b"', "key=it's one"]) == (
         f"# Made by distrun {__version__}: distrun template render sample --set 'user=a: \"b\"' --set count=3 "
-        "--set 'key=it'\"'\"'s'\n"
+        "--set 'key=it'\"'\"'s one'\n"
         'user: "a: \\"b\\""\n'
         "count: 3\n"
-        "key: 'it'\"'\"'s' ${NOT_OURS} " + __version__ + "\n"
+        "key: 'it'\"'\"'s' one ${NOT_OURS} " + __version__ + "\n"
     )
 
 
@@ -103,8 +103,14 @@ def test_quoted_for_yaml_any_value_is_the_same_text_again(text: str) -> None:
 
 
 @given(PRINTABLE)
-def test_quoted_for_a_shell_any_value_is_the_same_word_again(text: str) -> None:
-    assert shlex.split(templates.fill("a @{x|shell} b", {"x": text})) == ["a", text, "b"]
+def test_quoted_for_compose_any_value_is_the_same_text_once_compose_has_replaced_its_variables(text: str) -> None:
+    assert yaml.safe_load(templates.fill("@{x|compose}", {"x": text})).replace("$$", "$") == text
+
+
+@given(st.lists(PRINTABLE))
+def test_arguments_for_kubernetes_are_the_words_of_a_shell(words: list[str]) -> None:
+    found = yaml.safe_load(templates.fill("@{x|args}", {"x": shlex.join(words)}))
+    assert [word.replace("$$", "$") for word in found] == words
 
 
 @given(PRINTABLE)
@@ -138,7 +144,7 @@ def test_template_declares_what_it_uses_and_takes_no_secret(name: str) -> None:
 def test_quotings_are_those_that_the_programs_understand() -> None:
     """By the programs themselves: the module's own functions could be wrong in the same way as the test."""
     text = """ a'b"c\\ $HOME `id` !x : # % é😀 """
-    script = "printf %s " + templates.fill("@{x|shell}", {"x": text})
+    script = "printf '%s ' " + templates.fill("@{x|words}", {"x": text})
     printed = subprocess.run(["sh", "-c", script], capture_output=True, check=True, timeout=30)
-    assert printed.stdout.decode() == text
+    assert printed.stdout.decode().split() == text.split()
     assert json.loads(templates.fill("@{x|yaml}", {"x": text})) == text
