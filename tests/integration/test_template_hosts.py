@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,12 +87,16 @@ class Container:
     """A service of compose.yaml on a host of the lab, without root: its command runs there as the user alice."""
 
     def __init__(self, host: Host, service: dict[str, Any], folder: Path) -> None:
-        host.exec("install", "-d", "-o", "alice", "/tmp/keys")
+        host.exec("install", "-d", "-o", "alice", "/keys")
         host.exec("rm", "-rf", "/home/alice/.ssh")
-        env = {**service["environment"], "KEYS": "/tmp/keys", "HOME": "/home/alice"}
+        # As in the image, users have a Python with numpy and pyzmq.
+        host.exec("python3", "-m", "venv", "--without-pip", "/opt/python")
+        (packages,) = (host.root / "opt/python/lib").glob("python3*/site-packages")
+        (packages / "here.pth").write_text(wheels.SITE + "\n")
+        env = {**service["environment"], "HOME": "/home/alice"}
         words = [f"{name}={value}" for name, value in env.items()]
         argv = host.enter_argv("runuser", "-u", "alice", "--", "env", *words, *service["command"])
-        self.keys = host.root / "tmp/keys"
+        self.keys = host.root / "keys"
         self.said = folder / f"{host.name}.said"
         with self.said.open("wb") as said:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
@@ -151,7 +154,7 @@ def test_a_job_trains_on_the_three_hosts_of_compose(fresh: Site, containers: lis
     # Not of compose: there both ends have the same user.
     lab.file(lab.home / ".ssh/config").write_text("User alice\n")
     known = lab.file(lab.home / ".ssh/known_hosts").read_text()
-    assert_learned(train(lab, str(lab.home / "hosts"), sys.executable))
+    assert_learned(train(lab, str(lab.home / "hosts"), "/opt/python/bin/python3"))
     assert lab.file(lab.home / ".ssh/known_hosts").read_text() == known, "their keys were known before"
     assert re.findall(r"^\[(h\d)\]:2222 ssh-ed25519 \S+ \1$", known, re.MULTILINE) == list(HOSTS)
 
