@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from distrun import __version__, templates
 from distrun.errors import UsageError
 from distrun.request import is_secret
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = """\
 #@ [template]
 #@ what = a file for tests
@@ -127,6 +129,22 @@ def test_unknown_name_in_a_template_is_an_error_that_names_the_known_ones(place:
 def test_scripts_of_the_engines_are_no_templates_for_users() -> None:
     assert "dockerfile" in ALL
     assert not {"mpi", "sge", "slurm", "yarn", "README"} & set(ALL)
+
+
+def shown_commands() -> list[str]:
+    """Return the commands with `template render` of the pages and of the templates' own instructions."""
+    pages = "".join(path.read_text("utf-8").replace("\\\n", " ") for path in (ROOT / "docs").glob("*.md"))
+    lines = [*pages.splitlines(), *(line for each in ALL.values() for line in each.use)]
+    return sorted({line.strip() for line in lines if line.strip().startswith("distrun template render")})
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_every_command_that_is_shown_renders(line: str) -> None:
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIEXAMPLE ann@desk"
+    line = line.replace("$(cat ~/.ssh/id_ed25519.pub)", key).partition(" > ")[0]
+    name, *words = shlex.split(line, comments=True)[3:]
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    templates.render(templates.find(name), words[1::2])
 
 
 @pytest.mark.parametrize("name", ALL)
