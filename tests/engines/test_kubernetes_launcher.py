@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wheels
 import yaml
-from lab import wait_until
+from lab import ROOT, wait_until
 
 from distrun import templates
 
@@ -41,8 +44,8 @@ def lab(cluster: KubernetesSite, tmp_path: Path) -> Iterator[KubernetesSite]:
     cluster.end()
 
 
-def rendered() -> str:
-    values = (f"namespace={kubernetes.NAMESPACE}", "image=example/train:1", f"launch={LAUNCH}")
+def rendered(launch: str = LAUNCH) -> str:
+    values = (f"namespace={kubernetes.NAMESPACE}", "image=example/train:1", f"launch={launch}")
     return templates.render(templates.find("kubernetes-launcher"), values)
 
 
@@ -56,9 +59,19 @@ def granted() -> set[tuple[str, str]]:
     return {(verb, kind) for rule in rules for kind in rule["resources"] for verb in rule["verbs"]}
 
 
-def apply(lab: KubernetesSite) -> None:
+def apply(lab: KubernetesSite, launch: str = LAUNCH) -> None:
     """Create everything, as an administrator."""
-    lab.cluster.kubectl("create", "--validate=strict", "-f", "-", text=rendered())
+    lab.cluster.kubectl("create", "--validate=strict", "-f", "-", text=rendered(launch))
+
+
+def end_of_pod(lab: KubernetesSite, code: int) -> str:
+    """Wait until the launcher's pod has ended with a code; return what it said."""
+    phase = ("get", "pod", NAME, "-o", "jsonpath={.status.phase}")
+    wait_until(lambda: lab.cluster.kubectl(*phase) in ("Succeeded", "Failed"), LIMIT_S, "the pod has ended")
+    said = lab.cluster.kubectl("logs", NAME)
+    ended = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
+    assert int(lab.cluster.kubectl("get", "pod", NAME, "-o", ended)) == code, said
+    return said
 
 
 def test_api_server_takes_every_object_as_it_is_and_changes_nothing(lab: KubernetesSite) -> None:
@@ -93,9 +106,7 @@ def test_pod_runs_distrun_launch_with_the_words_that_were_given(lab: KubernetesS
         program.chmod(0o755)
     try:
         apply(lab)
-        phase = ("get", "pod", NAME, "-o", "jsonpath={.status.phase}")
-        wait_until(lambda: lab.cluster.kubectl(*phase) in ("Succeeded", "Failed"), LIMIT_S, "the pod has ended")
-        said = lab.cluster.kubectl("logs", NAME).splitlines()
+        said = end_of_pod(lab, 0).splitlines()
     finally:
         for host in lab.hosts.values():
             (host.root / "usr/local/bin/distrun").unlink()
@@ -123,22 +134,41 @@ def test_role_is_what_the_backend_says_that_it_needs() -> None:
     assert granted() == {*backend.RIGHTS, ("get", "jobs")}
 
 
-@pytest.mark.parametrize(("script", "code"), [("echo rank $RANK", 0), ("exit $((RANK + 7))", 7)])
-def test_job_with_the_rights_of_the_launcher_runs_and_leaves_nothing(
-    lab: KubernetesSite, script: str, code: int
-) -> None:
+@pytest.fixture
+def ready(lab: KubernetesSite) -> Iterator[KubernetesSite]:
+    """Nodes that have what is in the image of the launcher: distrun, and kubectl."""
     pytest.importorskip("distrun.backends.kubernetes", reason="there is no backend for Kubernetes")
-    lab.cluster.kubectl("create", "-f", "-", text=rendered().rpartition("---\n")[0])
-    token = lab.cluster.kubectl("create", "token", NAME, "--duration=1h").strip()
-    config = json.loads((lab.file(kubernetes.STATE) / "user").read_text())
-    config["users"][0]["user"] = {"token": token}
-    mine = lab.home_folder / "kubeconfig"
-    mine.touch(mode=0o600)
-    mine.write_text(json.dumps(config))
-    words = ("--image", "debian:12", "-n", "1" if code else "2", "-s", "0", "--grace", "1", script)
-    done = lab.launch(*words, env={"KUBECONFIG": str(mine)})
-    assert done.code == code, done.err
-    assert "orbidden" not in done.err
+    for host in lab.hosts.values():
+        for source in (ROOT / "distrun", ROOT / "runtime/distrun_runtime"):
+            shutil.copytree(source, host.root / "opt/app" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        host.exec("python3", "-m", "venv", "--without-pip", "/opt/python")
+        (packages,) = (host.root / "opt/python/lib").glob("python3*/site-packages")
+        (packages / "here.pth").write_text(f"{wheels.SITE}\n/opt/app\n")
+        program = host.root / "usr/local/bin/distrun"
+        words = f"PATH={shlex.quote(str(kubernetes.programs()))}:$PATH exec /opt/python/bin/python -m distrun"
+        program.write_text(f"""#!/bin/sh\n{words} "$@"\n""")
+        program.chmod(0o755)
+    yield lab
+    for host in lab.hosts.values():
+        host.exec("rm", "-rf", "/opt/app", "/opt/python", "/usr/local/bin/distrun")
+
+
+@pytest.mark.parametrize(("script", "code"), [("echo rank $RANK", 0), ("exit 7", 7)])
+def test_launcher_in_a_pod_ends_with_the_code_of_its_job_and_leaves_nothing(
+    ready: KubernetesSite, script: str, code: int
+) -> None:
+    lab = ready
+    apply(lab, f"-n 2 -s 0 --grace 1 {shlex.quote(script)}")
+    said = end_of_pod(lab, code)
+    assert "orbidden" not in said
     if not code:
-        assert sorted(re.findall(r"\| (rank \d)$", done.out, re.MULTILINE)) == ["rank 0", "rank 1"]
+        assert sorted(re.findall(r"\| (rank \d)$", said, re.MULTILINE)) == ["rank 0", "rank 1"]
+    wait_until(lambda: lab.cluster.left() == [f"pod/{NAME}"], LIMIT_S, "nothing is left of the job in Kubernetes")
+
+
+def test_launcher_that_is_deleted_stops_its_job_first(ready: KubernetesSite) -> None:
+    lab = ready
+    apply(lab, "-n 2 -s 0 --grace 1 'echo up; exec sleep 300'")
+    wait_until(lambda: lab.cluster.kubectl("logs", NAME, check=False).count("| up") == 2, LIMIT_S, "the job runs")
+    lab.cluster.kubectl("delete", "pod", NAME)
     wait_until(lambda: not lab.cluster.left(), LIMIT_S, "nothing is left in Kubernetes")
