@@ -85,6 +85,22 @@ def test_everything_that_is_wrong_with_values_is_said_at_once() -> None:
     ]
 
 
+def test_default_stands_in_for_a_value_and_the_last_of_two_counts() -> None:
+    lines = templates.render(SAMPLE, ["count=3", "key=k", "count=4", "key=a=b=c"]).splitlines()
+    assert lines[1:3] == ['user: "train"', "count: 4"]
+    assert lines[3].startswith("key: a=b=c ")
+
+
+def test_words_with_an_open_quote_are_refused() -> None:
+    sample = templates.parse("sample", TEXT.replace("@{user|yaml}", "@{user|args}"))
+    with pytest.raises(UsageError, match='user: expected words as of a shell, found a quote without its end: "it\'s"'):
+        templates.render(sample, ["count=3", "key=k", "user=it's"])
+
+
+def test_message_shows_no_more_than_the_begin_of_a_long_value() -> None:
+    assert complaints("count=" + "x" * 1000, "key=k")[1] == f"  count: expected a whole number, found '{'x' * 30}...'"
+
+
 @pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\0"])
 def test_value_of_more_than_one_line_is_refused(end: str) -> None:
     assert complaints("count=3", f"key=a{end}b")[1].startswith(
