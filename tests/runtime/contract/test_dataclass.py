@@ -1,12 +1,50 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import field
-from typing import Any
+from typing import Any, Mapping, NamedTuple, Optional, Tuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import Time, dataclass, read, written
+
+
+class Part(NamedTuple):
+    """A member of `Whole`."""
+
+    name: str
+    sizes: Tuple[int, ...] = ()
+    ended: Optional[Time] = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is read and written here."""
+
+    number: int
+    since: Time
+    first: Part
+    share: float = 0.5
+    is_last: bool = False
+    parts: Tuple[Part, ...] = ()
+    more: Mapping[str, str] = field(default_factory=dict)
+
+
+TIMES = st.integers(0, 2**33).map(lambda milliseconds: milliseconds / 1000)
+PARTS = st.builds(Part, st.text(), st.lists(st.integers()).map(tuple), st.none() | TIMES)
+WHOLES = st.builds(
+    Whole,
+    st.integers(),
+    TIMES,
+    PARTS,
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.lists(PARTS, max_size=3).map(tuple),
+    st.dictionaries(st.text(), st.text(), max_size=3),
+)
 
 
 def classes(make: Any) -> Any:
@@ -65,3 +103,23 @@ def test_classes_are_printed_compared_and_hashed_as_those_of_the_standard_librar
 def test_an_argument_too_few_is_refused() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'name'"):
         classes(dataclass)[0]()
+
+
+@given(WHOLES)
+def test_what_is_written_is_read_back(whole: Whole) -> None:
+    assert read(Whole, json.loads(json.dumps(written(whole)))) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"number": "1"}, "number: expected a whole number, found '1'"),
+        ({"since": "noon"}, "'noon' does not match"),
+        ({"first": {"name": 3}}, "name: expected a text, found 3"),
+        ({"parts": {}}, "parts: expected a list, found {}"),
+        ({"number": None}, "expected the members number, since, first"),
+    ],
+)
+def test_a_member_of_another_type_is_named(changes: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read(Whole, {**written(Whole(1, 0.0, Part("a"))), **changes})
