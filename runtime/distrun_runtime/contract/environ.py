@@ -333,6 +333,19 @@ _TUNING = (
         default=120.0,
     ),
     _reads(
+        "DISTRUN_DATA_TIMEOUT",
+        "Seconds in which each read of `s3://` and other addresses must succeed, with all its retries.",
+        low=1,
+        high=LONGEST_S,
+        default=60.0,
+    ),
+    _reads(
+        "DISTRUN_DATA_CACHE_BYTES",
+        "Bytes of such data that all processes of a user keep on this machine's disk, below XDG_CACHE_HOME; 0: none.",
+        low=0,
+        default=10 << 30,
+    ),
+    _reads(
         "DISTRUN_PORT_RANGE",
         "A-B: ports that scheduler, servers and workers may bind; with --port-range also those that agents hold."
         " Empty: any free port.",
@@ -377,8 +390,8 @@ _LAUNCHER = (
     ),
     _reads(
         "XDG_CACHE_HOME",
-        "Where the bundled runtime is kept for tasks, and programs compiled for GPUs, in a folder of distrun's below it"
-        " (default ~/.cache).",
+        "Where the bundled runtime is kept for tasks, programs compiled for GPUs and data of `s3://`, in a folder of"
+        " distrun's below it (default ~/.cache).",
     ),
     _reads(
         "XDG_DATA_HOME",

@@ -5,6 +5,7 @@ The cache is `$XDG_CACHE_HOME/distrun/KIND`, or below ~/.cache. Its files can be
     runtime/            the bundled runtime (`agent.cache`)
     agent/, launcher/   what the launcher sends and makes (`distrun/shipping.py`)
     cubins/             programs compiled for GPUs (`arrays.cupy_driver`)
+    data/               blocks of objects of object stores (`data.remote`)
 
 Only folders of it that belong to this user and that only this user can write to are used. If others can write to a
 folder of this user, its mode is corrected: they cannot have put files of this user there.
@@ -41,6 +42,8 @@ _LOCAL_PEERCRED = 1
 _SOL_LOCAL = 0
 FRESH = ".new-"
 """How the name of a file in the cache begins that is not whole yet."""
+HEAD_BYTES = 65
+"""What a file in the cache has before its content: a digest and the end of a line."""
 
 
 def is_ours(info: os.stat_result, kind: Callable[[int], bool] = stat.S_ISDIR, rights: int = 0o022) -> bool:

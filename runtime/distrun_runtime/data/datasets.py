@@ -17,19 +17,22 @@ import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
-from distrun_runtime.data.recordio import IRHeader, RecordFile, damaged, local_path, pack, unpack
+from distrun_runtime.data.recordio import IRHeader, RecordFile, content_of, damaged, is_address, name_of, pack, unpack
 from distrun_runtime.data.sampling import Positions, seed_of, whole
 from distrun_runtime.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
+File = Union[Path, str]
+"""A file of this machine, or the address of an object."""
 
 IDX_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 """Element types of idx files by their code, the third byte."""
@@ -69,14 +72,16 @@ def read_idx(path: str | os.PathLike[str]) -> NDArray[Any]:
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
-def mnist_files(folder: str | os.PathLike[str], train: bool = True) -> tuple[Path, Path]:
+def mnist_files(folder: str | os.PathLike[str], train: bool = True) -> tuple[File, File]:
     """Return the files of images and of labels in a folder, under the names of the database, also with .gz.
+
+    A folder of an object store, such as `s3://bucket/mnist`, has addresses as files.
 
     Raises:
         FileNotFoundError: one is missing; the names that were looked for.
     """
     images, labels = (
-        _mnist_file(Path(folder), [name + ending for ending in endings])
+        _mnist_file(folder, [name + ending for ending in endings])
         for name, endings in zip(MNIST_NAMES[train], MNIST_ENDINGS, strict=True)
     )
     return images, labels
@@ -128,14 +133,14 @@ class MNIST(_Images):
     def __init__(self, images: str | os.PathLike[str], labels: str | os.PathLike[str], *, flat: bool = False) -> None:
         pixels, classes = _idx_bytes(images, 3), _idx_bytes(labels, 1)
         if len(pixels) != len(classes):
-            expected = f"as many labels as there are images in {os.fspath(images)}, {len(pixels)}"
+            expected = f"as many labels as there are images in {name_of(images)}, {len(pixels)}"
             raise damaged(labels, 4, expected, len(classes))
         super().__init__(pixels, classes, (-1,) if flat else (1, *pixels.shape[1:]), 256)
 
 
 def _decompressed(path: str | os.PathLike[str]) -> bytes:
     """Return a file's bytes, decompressed if it is a gzip file whatever its name."""
-    content = Path(local_path(path)).read_bytes()
+    content = content_of(path)
     if not content.startswith(b"\x1f\x8b"):
         return content
     try:
@@ -151,29 +156,45 @@ def _idx_bytes(path: str | os.PathLike[str], axes: int) -> NDArray[np.uint8]:
     return array
 
 
-def _mnist_file(folder: Path, names: list[str]) -> Path:
+def _mnist_file(folder: str | os.PathLike[str], names: list[str]) -> File:
     for name in names:
-        for path in (folder / name, folder / (name + ".gz")):
-            if path.is_file():
+        for path in (_within(folder, name), _within(folder, name + ".gz")):
+            if _is_file(path):
                 return path
-    raise FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {folder}")
+    raise FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {name_of(folder)}")
 
 
-def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Path]:
+def _within(folder: str | os.PathLike[str], name: str) -> File:
+    """Return the file of this name in a folder of this machine or of an object store."""
+    return f"{os.fspath(folder).rstrip('/')}/{name}" if is_address(folder) else Path(folder) / name
+
+
+def _is_file(path: File) -> bool:
+    if isinstance(path, Path):
+        return path.is_file()
+    from distrun_runtime.data import remote
+
+    return remote.exists(path)
+
+
+def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[File]:
     """Return the binary files in a folder, or in the folder `cifar-10-batches-bin` of the archive in it.
+
+    A folder of an object store, such as `s3://bucket/cifar`, has addresses as files.
 
     Raises:
         FileNotFoundError: one is missing; its name.
     """
-    inner = Path(folder) / "cifar-10-batches-bin"
-    place = inner if inner.is_dir() else Path(folder)
-    for name in CIFAR10_NAMES[train]:
-        if not (place / name).is_file():
+    inner, names = _within(folder, "cifar-10-batches-bin"), CIFAR10_NAMES[train]
+    has_inner = inner.is_dir() if isinstance(inner, Path) else _is_file(_within(inner, names[0]))
+    place = inner if has_inner else folder
+    for name in names:
+        if not _is_file(_within(place, name)):
             version = "the binary version of CIFAR-10"
-            if (Path(folder) / "cifar-10-batches-py").is_dir() or (place / Path(name).stem).is_file():
+            if _is_file(_within(place, Path(name).stem)) or (Path(folder) / "cifar-10-batches-py").is_dir():
                 version += "; the version for Python is pickles, which can run any program and are not read"
-            raise FileNotFoundError(f"there is no {name} in {place} ({version})")
-    return [place / name for name in CIFAR10_NAMES[train]]
+            raise FileNotFoundError(f"there is no {name} in {name_of(place)} ({version})")
+    return [_within(place, name) for name in names]
 
 
 class CIFAR10(_Images):
@@ -198,7 +219,7 @@ class CIFAR10(_Images):
 
 def _cifar10_records(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     """Return a file's records, bytes (n, 3073)."""
-    content = np.fromfile(local_path(path), np.uint8)
+    content = np.frombuffer(content_of(path), np.uint8)
     if not len(content) or len(content) % CIFAR10_BYTES:
         whole_bytes = len(content) // CIFAR10_BYTES * CIFAR10_BYTES
         rest = f"{len(content) - whole_bytes} bytes after the last"
@@ -307,6 +328,10 @@ class ImageRecords:
         part.records = self.records.cut(num_parts, part_index)
         part._reads = None
         return part
+
+    def expect(self, positions: Positions) -> None:
+        """Begin to fetch these images, which are read next, if the file is in an object store."""
+        self.records.expect(positions)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the random numbers of epoch number `epoch`, from 0: to go on with a run that was stopped.

@@ -44,6 +44,15 @@ class HasEpochs(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A data set that can fetch examples before they are read."""
+
+    def expect(self, positions: Positions) -> None:
+        """Begin to fetch the examples at these positions, which are read next; forget earlier ones."""
+        ...
+
+
 @dataclass(frozen=True)
 class Arrays:
     """A data set in memory: data (n, ...) and labels (n, ...), arrays of any dtype.
@@ -186,8 +195,11 @@ class Reader:
         if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
-        for i in range(self._batches()):
-            yield self._dataset.read(positions[i * self._batch_size : (i + 1) * self._batch_size])
+        size = self._batch_size
+        for begin in range(0, self._batches() * size, size):
+            if isinstance(self._dataset, ReadsAhead):
+                self._dataset.expect(positions[begin : begin + 2 * size])
+            yield self._dataset.read(positions[begin : begin + size])
 
 
 @dataclass(frozen=True)

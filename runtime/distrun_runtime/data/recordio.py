@@ -11,13 +11,15 @@ cut by bytes as there. Source: dmlc-core's recordio and input split, MXNet 1.9.1
 
 from __future__ import annotations
 
+import io
 import mmap
 import numbers
 import os
 import struct
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,34 +27,55 @@ from numpy.typing import NDArray
 from distrun_runtime.data.sampling import whole
 from distrun_runtime.errors import DataError
 
+if TYPE_CHECKING:
+    from distrun_runtime.data.remote import RemoteBytes
+
+Content = Union[bytes, mmap.mmap, "RemoteBytes"]
+
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
 LIMIT_BYTES = 1 << 29
 """A part is shorter than this: its length has 29 bits."""
+EXPECTED_BYTES = 1 << 20
+"""So much of a record, at most, is fetched before it is read."""
 
 WHOLE, FIRST, MIDDLE, LAST = range(4)
 _HEAD = struct.Struct("<II")
 _IMAGE_HEAD = struct.Struct("<IfQQ")
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a file of this machine.
+def is_address(path: object) -> bool:
+    """Return whether it is an address such as `s3://bucket/key`, and no path of this machine."""
+    scheme, colon, _ = str(path).partition("://")
+    return bool(colon) and scheme.isalnum()
+
+
+def content_of(path: str | os.PathLike[str]) -> bytes:
+    """Return all bytes of a file or of an object.
 
     Raises:
-        FileNotFoundError: it is an address, such as one of S3, which MXNet could read.
+        OSError: it cannot be read.
+        ImportError: a package that reads such addresses is missing.
     """
-    found = os.fspath(path)
-    scheme, colon, _ = found.partition("://")
-    if not colon or not scheme.isalnum():
-        return found
-    copies = {"s3": f"aws s3 cp {found} .", "hdfs": f"hdfs dfs -get {found}"}
-    how = f": {copies[scheme]}" if scheme in copies else ""
-    raise FileNotFoundError(f"{found} is an address, expected the path of a file. fix: copy the file here first{how}")
+    if not is_address(path):
+        return Path(path).read_bytes()
+    from distrun_runtime.data import remote
+
+    return remote.opened(os.fspath(path))[:]
+
+
+def name_of(path: str | os.PathLike[str]) -> str:
+    """Return a path, or an address without password and query string."""
+    if not is_address(path):
+        return os.fspath(path)
+    from distrun_runtime.data import objectstores
+
+    return objectstores.shown(os.fspath(path))
 
 
 def damaged(path: str | os.PathLike[str], offset: int, expected: str, found: object) -> DataError:
     """Return the error of a damaged file."""
-    return DataError(f"{os.fspath(path)}, offset {offset}: expected {expected}, found {found}")
+    return DataError(f"{name_of(path)}, offset {offset}: expected {expected}, found {found}")
 
 
 @dataclass(frozen=True)
@@ -129,10 +152,10 @@ def encode(record: bytes) -> bytes:
 
 
 class RecordFile:
-    """The records of a file, or of a part of it, by number; read through a memory map.
+    """The records of a file, or of a part of it, by number; read through a memory map, or from an object store.
 
     Arguments:
-        path: a .rec file.
+        path: a .rec file, or the address of one (`s3://bucket/train.rec`), whose parts are read as needed.
         index: its .idx file, which saves looking for the records. None: they are looked for when first needed.
 
     Raises:
@@ -143,16 +166,18 @@ class RecordFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
-        self.path = local_path(path)
-        with open(self.path, "rb") as file:
-            self._size = os.fstat(file.fileno()).st_size
-            # An empty file cannot be mapped.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._size else b""
-        self._begin, self._end = 0, self._size
+        self._open(_mapped(path))
+        self.path = name_of(path)
+        """The file as messages name it."""
         self._offsets = None if index is None else _read_index(index, self._size)
 
+    def _open(self, content: Content) -> None:
+        self._content, self._size = content, len(content)
+        self._begin, self._end = 0, self._size
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.path, self._begin, self._end, self._offsets)
+        source = self.path if isinstance(self._content, (bytes, mmap.mmap)) else self._content
+        return _reopen, (self.path, source, self._begin, self._end, self._offsets)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -163,6 +188,7 @@ class RecordFile:
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield all records in the file's order, without looking for their places first."""
+        self._expect_all()
         offset = self._begin
         while offset < self._end:
             record, offset = self._record(offset)
@@ -172,6 +198,7 @@ class RecordFile:
     def offsets(self) -> NDArray[np.int64]:
         """Where the records begin in the file; int64 (records,), ascending unless an index has another order."""
         if self._offsets is None:
+            self._expect_all()
             offset, found = self._begin, []
             while offset < self._end:
                 found.append(offset)
@@ -197,12 +224,27 @@ class RecordFile:
         cuts = (min(self._begin + run * i, self._end) for i in (part_index, part_index + 1))
         begin, end = (self._head_from(cut) for cut in cuts)
         known = self._offsets
-        return _reopen(self.path, begin, end, None if known is None else known[(known >= begin) & (known < end)])
+        offsets = None if known is None else known[(known >= begin) & (known < end)]
+        return _reopen(self.path, self._content, begin, end, offsets)
+
+    def expect(self, positions: NDArray[np.int64]) -> None:
+        """Begin to fetch these records of an object store, which are read next. Files need nothing of it."""
+        if isinstance(self._content, (bytes, mmap.mmap)) or not len(positions):
+            return
+        starts = self.offsets[positions]
+        # A record ends where the next one begins, if the index has them in the file's order; else it is short.
+        following = self.offsets[np.minimum(positions + 1, len(self.offsets) - 1)]
+        ends = np.clip(following, starts + _HEAD.size, starts + EXPECTED_BYTES)
+        self._content.expect(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def _expect_all(self) -> None:
+        if not isinstance(self._content, (bytes, mmap.mmap)):
+            self._content.expect_all(self._begin, self._end)
 
     def _head_from(self, offset: int) -> int:
         """Return where the first record begins that does not begin before the offset, a multiple of 4."""
         while self._begin < offset < self._end:
-            offset = self._map.find(MAGIC_BYTES, offset)
+            offset = self._content.find(MAGIC_BYTES, offset)
             if offset < 0 or offset + _HEAD.size > self._end:
                 return self._end
             if offset % 4 == 0 and self._head(offset)[0] in (WHOLE, FIRST):
@@ -213,7 +255,7 @@ class RecordFile:
     def _record(self, offset: int) -> tuple[bytes, int]:
         """Return the record that begins at an offset, and where the next one does."""
         parts, after = self._parts(offset)
-        return MAGIC_BYTES.join([self._map[begin:end] for begin, end in parts]), after
+        return MAGIC_BYTES.join([self._content[begin:end] for begin, end in parts]), after
 
     def _parts(self, offset: int) -> tuple[list[tuple[int, int]], int]:
         """Return where the bytes of a record's parts begin and end, and where the next record begins."""
@@ -235,7 +277,7 @@ class RecordFile:
         """Return flag and length of the part at an offset."""
         if not 0 <= offset <= self._size - _HEAD.size:
             raise damaged(self.path, offset, f"a record's head of {_HEAD.size} bytes", max(0, self._size - offset))
-        magic, word = _HEAD.unpack_from(self._map, offset)
+        magic, word = _HEAD.unpack(self._content[offset : offset + _HEAD.size])
         if magic != MAGIC:
             raise damaged(self.path, offset, f"the magic number {MAGIC:#010x}", f"{magic:#010x}")
         return word >> 29, word & (LIMIT_BYTES - 1)
@@ -253,7 +295,13 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
-        self._file = open(local_path(path), "wb")  # noqa: SIM115 - closed by close
+        for each in (path, index):
+            if is_address(each):
+                raise FileNotFoundError(
+                    f"{name_of(str(each))} is an address, expected a path: records are written to files. fix: write a"
+                    " file, then copy it there"
+                )
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
         self._index = None if index is None else open(index, "w", encoding="ascii")  # noqa: SIM115
         self._count = 0
 
@@ -297,21 +345,34 @@ def _magics(record: bytes) -> Iterator[int]:
     yield from (4 * np.flatnonzero(words == MAGIC)).tolist()
 
 
-def _reopen(path: str, begin: int, end: int, offsets: NDArray[np.int64] | None) -> RecordFile:
-    file = RecordFile(path)
-    file._begin, file._end, file._offsets = begin, end, offsets
+def _mapped(path: str | os.PathLike[str]) -> Content:
+    """Return the bytes of a file, not read yet."""
+    if is_address(path):
+        from distrun_runtime.data import remote
+
+        return remote.opened(os.fspath(path))
+    with open(path, "rb") as file:
+        # An empty file cannot be mapped.
+        is_empty = not os.fstat(file.fileno()).st_size
+        return b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _reopen(path: str, source: str | Content, begin: int, end: int, offsets: NDArray[np.int64] | None) -> RecordFile:
+    """Return a part of a file. `source`: its path, or its bytes."""
+    file = RecordFile.__new__(RecordFile)
+    file._open(_mapped(source) if isinstance(source, str) else source)
+    file.path, file._begin, file._end, file._offsets = path, begin, end, offsets
     return file
 
 
 def _read_index(path: str | os.PathLike[str], size: int) -> NDArray[np.int64]:
     """Return the offsets in an index file, in its order."""
     offsets = []
-    with open(local_path(path), "rb") as file:
-        for number, line in enumerate(file, 1):
-            words = line.split()
-            if len(words) < 2 or not words[-1].isdigit() or int(words[-1]) >= size:
-                raise DataError(
-                    f"{os.fspath(path)}, line {number}: expected a key and an offset below {size}, found {line!r}"
-                )
-            offsets.append(int(words[-1]))
+    for number, line in enumerate(io.BytesIO(content_of(path)), 1):
+        words = line.split()
+        if len(words) < 2 or not words[-1].isdigit() or int(words[-1]) >= size:
+            raise DataError(
+                f"{name_of(path)}, line {number}: expected a key and an offset below {size}, found {line!r}"
+            )
+        offsets.append(int(words[-1]))
     return np.array(offsets, np.int64)
