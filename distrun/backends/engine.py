@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distrun.backends.bootstrap import Bootstrap
 from distrun.errors import SubmitError, UsageError
 from distrun.request import EngineOptions, Needs
+from distrun.templates import folder
 from distrun_runtime.contract.plan import SERVER, Resources
 
 if TYPE_CHECKING:
@@ -401,12 +402,7 @@ def template(name: str, options: EngineOptions) -> str:
             return Path(own).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as err:
             raise UsageError(f"template = {own}: it cannot be read: {err}", "correct the configuration file") from err
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package / "templates", package.parent / "templates"):
-        path = folder / name
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise UsageError(f"the template {name} is missing from this installation", "install distrun again")
+    return (folder() / name).read_text(encoding="utf-8")
 
 
 def refuse_queue_options(
@@ -459,20 +455,3 @@ def check_size(groups: Sequence[RoleGroup], nodes: Sequence[Needs], where: str, 
         if not fits(group.needs, nodes):
             text = f"no {where} has the cores, the memory and the GPUs that one {group.role} asks for together"
             raise UsageError(text, hint)
-
-
-def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return a template's text with `@{name}` replaced. No side effects.
-
-    Raises:
-        UsageError: it has a name that is not in `values`.
-    """
-
-    def value(match: re.Match[str]) -> str:
-        try:
-            return values[match.group(1)]
-        except KeyError:
-            known = ", ".join(sorted(values))
-            raise UsageError(f"the template has @{{{match.group(1)}}}; known names: {known}") from None
-
-    return re.sub(r"@\{(\w+)\}", value, text)

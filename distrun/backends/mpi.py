@@ -41,7 +41,6 @@ from distrun.backends.engine import (
     Script,
     Submission,
     execute,
-    fill,
     one_line,
     refuse_queue_options,
     template,
@@ -51,6 +50,7 @@ from distrun.backends.engine import (
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec
 from distrun.request import EngineOptions
+from distrun.templates import fill
 from distrun_runtime.contract import environ, facts, gpus, process
 from distrun_runtime.contract.plan import ROLES, Resources
 

@@ -47,12 +47,12 @@ from distrun.backends.engine import (
     Submission,
     check_known,
     execute,
-    fill,
     one_line,
     template,
     tries,
 )
 from distrun.errors import UsageError
+from distrun.templates import fill
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SERVER, WORKER

@@ -41,7 +41,6 @@ from distrun.backends.engine import (
     Submission,
     check_size,
     execute,
-    fill,
     fits,
     hint_of,
     refuse_queue_options,
@@ -52,6 +51,7 @@ from distrun.backends.engine import (
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import Needs
+from distrun.templates import fill
 from distrun_runtime.contract import environ, facts
 
 SCRIPT = "slurm.sh"

@@ -39,7 +39,6 @@ from distrun.backends.engine import (
     QueueStatus,
     Script,
     Submission,
-    fill,
     hint_of,
     template,
     tries,
@@ -70,6 +69,7 @@ from distrun.backends.yarn_answers import (
     wanted_of,
 )
 from distrun.errors import UsageError
+from distrun.templates import fill
 from distrun_runtime.contract import environ, facts, process
 
 if TYPE_CHECKING:

@@ -37,6 +37,10 @@ COMMANDS = {
     "gc": ("distrun.cli.gc:gc", "Remove the folders of jobs that are over."),
     "sync": ("distrun.cli.sync:sync", "Copy the current directory to all hosts."),
     "exec": ("distrun.cli.exec:execute", "Run a command on all hosts, equal outputs folded."),
+    "template": (
+        "distrun.cli.template:template",
+        "Write files that make a cluster: containers, machines, clouds.",
+    ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
 }
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from distrun.backends import queue
-from distrun.backends.engine import EngineError, Explanation, Grant, Handle, RoleGroup, fill
+from distrun.backends.engine import EngineError, Explanation, Grant, Handle, RoleGroup
 from distrun.backends.sge import SgeJob
 from distrun.backends.slurm import SlurmJob
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
+from distrun.templates import fill
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
