@@ -1,20 +1,22 @@
-"""What the CloudFormation template gives to its machines, run on two hosts as at their first boot; then a job from there.
+"""The user data of the CloudFormation template, run on two hosts as at their first boot, and a job from there.
 
-Stand-ins, of which each records what it is asked for: `mount` (a folder that both hosts share), `aws` (brings the wheel),
-`cfn-signal`, and the metadata service. Everything else is real: users, keys, sshd, virtual environments, pip.
+Stand-ins, of which each records what it is asked for: `mount` (a folder that both hosts share), `aws` (brings the
+wheel), `cfn-signal`; and the metadata service. Everything else is real: users, keys, sshd, virtual environments, pip.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import pytest
 import wheels
@@ -25,9 +27,10 @@ from lab import ROOT, Done, Site, shared_folders, skip, wait_until
 __all__ = ["aws", "aws_server"]
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 ADDRESSES = {"h1": "10.0.0.10", "h2": "10.0.0.11"}
-MOUNT = "mount -t nfs4 -o nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport fs-%s /efs"
+OPTIONS = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
 WHEELS = ("click", "rich", "paramiko", "cryptography", "fabric", "numpy", "pyzmq")
 LOG = "/run/asked"
+LAST = "for last; do :; done\n"
 
 METADATA = """
 import http.server, sys
@@ -63,16 +66,17 @@ class Cloud(Site):
         host.exec("cp", "/etc/ssh/lab_host_key.pub", "/etc/ssh/ssh_host_ed25519_key.pub")
         host.exec("ip", "addr", "replace", ADDRESSES[name] + "/20", "dev", "eth0")
         host.exec("ip", "addr", "replace", "169.254.169.254/32", "dev", "lo")
-        records = 'echo "$(basename "$0") $*" >>%s\n' % LOG
-        shared = shlex.quote(str(self.files))
+        records = f'echo "$(basename "$0") $*" >>{LOG}\n'
         # The name of a new file system is not known at once.
         late = "[ -e /run/late ] || { touch /run/late; exit 32; }\n" if name == "h1" else ""
         programs = {
-            "mount": records + late + 'for last; do :; done\nexec /usr/bin/mount --bind %s "$last"\n' % shared,
+            "mount": records
+            + late
+            + 'for last; do :; done\nexec /usr/bin/mount --bind %s "$last"\n' % quote(str(self.files)),
             "mount.nfs4": "",
             "aws": records + aws_program,
             "cfn-signal": records,
-            "python3.11": 'exec %s "$@"\n' % shlex.quote(sys._base_executable),
+            "python3.11": f'exec {quote(sys._base_executable)} "$@"\n',
         }
         for program, text in programs.items():
             host.exec("tee", "/usr/local/bin/" + program, text="#!/bin/sh\n" + text)
@@ -87,8 +91,8 @@ class Cloud(Site):
         running = [subprocess.Popen(self[name].enter_argv(*argv, ADDRESSES[name])) for name in names]
         try:
             for name in names:
-                asks = "curl -s -o /dev/null http://169.254.169.254/ && echo yes"
-                wait_until(lambda name=name: self[name].exec("sh", "-c", asks, check=False), 30, "it answers")
+                asks = partial(self[name].exec, "curl", "-sw", "%{http_code}", "http://169.254.169.254", check=False)
+                wait_until(lambda asks=asks: "401" in asks(), 30, "the metadata service answers")
             yield
         finally:
             for process in self.processes():
@@ -105,7 +109,7 @@ class Cloud(Site):
     def as_user(self, name: str, script: str) -> Done:
         """Run a script in a login shell, as you do who have logged in by ssh."""
         options = ("-o", "StrictHostKeyChecking=accept-new", "-o", "BatchMode=yes")
-        login = "bash -lc " + shlex.quote(script)
+        login = "bash -lc " + quote(script)
         return self.run("ssh", *options, "ec2-user@" + ADDRESSES[name], login, timeout_s=300)
 
 
@@ -158,17 +162,17 @@ def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: 
     wheel = wheels.make_distrun(cloud.files, ROOT)
     stack = aws.create(Package="s3://data/" + wheel.name)
     for name in ADDRESSES:
-        cloud.prepare(name, 'for last; do :; done\ncp %s "$last"\n' % shlex.quote(str(wheel)))
+        cloud.prepare(name, f"{LAST}cp {quote(str(wheel))} $last\n")
     booted = boot(cloud, aws.user_data(), *ADDRESSES)
     assert [code for code, _ in booted.values()] == [0, 0], booted
 
     # What the hosts asked for.
     (files,) = aws.found("efs", "describe_file_systems", "FileSystems[].FileSystemId")
-    mount = MOUNT % (files.removeprefix("fs-") + ".efs.eu-central-1.amazonaws.com:/")
+    mount = f"mount -t nfs4 -o {OPTIONS} {files}.efs.eu-central-1.amazonaws.com:/ /efs"
     copy = f"aws s3 cp --only-show-errors --region eu-central-1 s3://data/{wheel.name} /opt/distrun/{wheel.name}"
-    signal = "cfn-signal --exit-code 0 --region eu-central-1 --stack train --resource "
-    assert cloud.asked("h1") == [copy, mount, mount, signal + "FirstHost"], "the first mount failed"
-    assert cloud.asked("h2") == [copy, mount, signal + "Workers"]
+    told = "cfn-signal --exit-code 0 --region eu-central-1 --stack train --resource "
+    assert cloud.asked("h1") == [copy, mount, mount, told + "FirstHost"], "the first mount failed"
+    assert cloud.asked("h2") == [copy, mount, told + "Workers"]
 
     # No secret is on the shared file system, and no user can write where keys are exchanged.
     register = cloud.files / ".distrun"
@@ -192,10 +196,8 @@ def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: 
     assert shown[-2:] == ["10.0.0.10 slots=1", "10.0.0.11 slots=1"]
 
     # The line that the stack gives out.
-    for name in ("linear_async.py", "arguments.py"):
-        (cloud.files / "jobs" / name.replace("linear_async", "train")).write_text(
-            (ROOT / "examples" / name).read_text()
-        )
+    for name, called in (("linear_async.py", "train.py"), ("arguments.py", "arguments.py")):
+        shutil.copy(ROOT / "examples" / name, cloud.files / "jobs" / called)
     (launch,) = [one["OutputValue"] for one in stack["Outputs"] if one["OutputKey"] == "Launch"]
     done = cloud.as_user("h1", "cd /efs/jobs && " + launch)
     assert done.code == 0, done.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -11,12 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
+import jmespath
 import pytest
 
+from distrun import templates
+
 HERE = Path(__file__).resolve().parent
-TEMPLATE = HERE.parents[1] / "templates" / "cloudformation.yaml"
+TEMPLATE = templates.render(templates.find("cloudformation"))
 GIVEN = {"KeyName": "me", "SshAddress": "203.0.113.7", "Package": "s3://data/distrun.whl", "Bucket": "data"}
-KEYS = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing", "AWS_DEFAULT_REGION": "eu-central-1"}
+ID, SECRET, REGION = "nobody", "nothing", "eu-central-1"
+KEYS = {"AWS_ACCESS_KEY_ID": ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": REGION}
 
 
 class Account:
@@ -28,22 +34,14 @@ class Account:
 
     def call(self, service: str, operation: str, **words: Any) -> dict[str, Any]:
         """Call an operation such as `ec2`, `describe_vpcs`; return its answer."""
-        import boto3
-
         if service not in self._clients:
-            keys = {
-                "aws_access_key_id": KEYS["AWS_ACCESS_KEY_ID"],
-                "aws_secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"],
-            }
-            region = KEYS["AWS_DEFAULT_REGION"]
-            self._clients[service] = boto3.client(service, endpoint_url=self.url, region_name=region, **keys)
+            account = boto3.Session(ID, SECRET, region_name=REGION)
+            self._clients[service] = account.client(service, endpoint_url=self.url)
         answer: dict[str, Any] = getattr(self._clients[service], operation)(**words)
         return answer
 
     def found(self, service: str, operation: str, query: str) -> list[Any]:
         """Return what a JMESPath query finds in the answer of an operation without arguments."""
-        import jmespath
-
         return list(jmespath.search(query, self.call(service, operation)) or [])
 
     def create(self, **parameters: str) -> dict[str, Any]:
@@ -51,7 +49,7 @@ class Account:
         self.call("ec2", "create_key_pair", KeyName=GIVEN["KeyName"])
         given = [{"ParameterKey": name, "ParameterValue": value} for name, value in {**GIVEN, **parameters}.items()]
         more = {"Parameters": given, "Capabilities": ["CAPABILITY_IAM"]}
-        self.call("cloudformation", "create_stack", StackName="train", TemplateBody=TEMPLATE.read_text("utf-8"), **more)
+        self.call("cloudformation", "create_stack", StackName="train", TemplateBody=TEMPLATE, **more)
         (stack,) = self.call("cloudformation", "describe_stacks", StackName="train")["Stacks"]
         return dict(stack)
 
@@ -63,7 +61,7 @@ class Account:
 
     def shell(self, script: str, cwd: Path) -> str:
         """Run bash, where `aws` is Amazon's own program on this account; return its stdout. It must succeed."""
-        path = "%s:%s" % (Path(sys.executable).parent, os.environ["PATH"])
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "HOME": str(cwd), "LANG": "C.UTF-8", "AWS_ENDPOINT_URL": self.url, "AWS_PAGER": "", **KEYS}
         argv = ["bash", "-eu", "-o", "pipefail", "-c", script]
         done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -80,7 +78,7 @@ def aws_server() -> Iterator[str]:
     assert server.stdout is not None
     try:
         port = next((line.split()[1] for line in server.stdout if line.startswith("PORT ")), "")
-        assert port, "no server: run %s to see why" % " ".join(argv)
+        assert port, f"no server: run {shlex.join(argv)} to see why"
         yield "http://127.0.0.1:" + port
     finally:
         server.stdin.close()

@@ -37,9 +37,7 @@ def _digest(text: str) -> str:
 def make_distrun(folder: Path, root: Path) -> Path:
     """Write distrun's own wheel from a checkout, as its build does, without a build backend; return its path."""
     info = "distrun-99.0.dist-info"
-    needs = [
-        "Requires-Dist: " + need for need in importlib.metadata.requires("distrun") or [] if "extra ==" not in need
-    ]
+    needs = [f"Requires-Dist: {one}" for one in importlib.metadata.requires("distrun") or [] if "extra ==" not in one]
     files = {
         "METADATA": "\n".join(["Metadata-Version: 2.1", "Name: distrun", "Version: 99.0", *needs, ""]),
         "WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ LISTS = {
     "AWS::EC2::Route": (
         "ec2",
         "describe_route_tables",
-        "RouteTables[].join('~', [RouteTableId, Routes[?starts_with(GatewayId || '', 'igw-')].DestinationCidrBlock | [0] || ''])",
+        "RouteTables[].join('~', [RouteTableId, Routes[?GatewayId != 'local'].DestinationCidrBlock | [0] || ''])",
     ),
     "AWS::EC2::SubnetRouteTableAssociation": ("ec2", "describe_route_tables", "RouteTables[].Associations[].SubnetId"),
     "AWS::EC2::SecurityGroup": ("ec2", "describe_security_groups", "SecurityGroups[].GroupId"),
@@ -66,16 +67,15 @@ ssh() { :; }
 scp() { :; }
 ssh-add() { :; }
 sleep() { :; }
-distrun() { cat %s; }
-""" % shlex.quote(str(TEMPLATE))
+distrun() { %s -m distrun "$@"; }
+""" % shlex.quote(sys.executable)
 """What the blocks of the page call beside `aws`, and what the account is not asked for."""
 
 
 def blocks(heading: str) -> list[str]:
-    """Return the shell blocks below a heading of the page that are typed at home, up to the next heading of its level."""
-    level = heading.split(maxsplit=1)[0]
-    part = PAGE.partition("\n%s\n" % heading)[2]
-    part = re.split(r"^#{2,%d} " % len(level), part, flags=re.MULTILINE)[0]
+    """Return the shell blocks below a heading of the page, up to the next of its level, but those typed on a host."""
+    part = PAGE.partition(f"\n{heading}\n")[2]
+    part = re.split("^#{2,%d} " % heading.count("#"), part, maxsplit=1, flags=re.MULTILINE)[0]
     assert part, heading
     return [block for block in re.findall(r"^```sh\n(.*?)^```$", part, re.M | re.S) if "# On the first" not in block]
 
@@ -87,7 +87,7 @@ def shown(text: str) -> set[str]:
 
 def types() -> set[str]:
     """Return the types of the template's resources."""
-    resources = TEMPLATE.read_text("utf-8").partition("\nResources:\n")[2]
+    resources = TEMPLATE.partition("\nResources:\n")[2]
     return set(re.findall(r"^    Type: (AWS::\S+)$", resources, re.MULTILINE))
 
 
@@ -99,7 +99,7 @@ def listed(aws: Account) -> dict[Any, list[Any]]:
 def test_cfn_lint_has_nothing_to_say() -> None:
     from cfnlint import api
 
-    found = api.lint(TEMPLATE.read_text("utf-8"), config=api.ManualArgs(regions=["us-east-1", "eu-central-1"]))
+    found = api.lint(TEMPLATE, config=api.ManualArgs(regions=["us-east-1", "eu-central-1"]))
     assert [str(one) for one in found] == []
 
 
@@ -123,7 +123,8 @@ def test_every_type_of_resource_exists_after_creation_and_is_gone_after_deletion
 @pytest.mark.slow
 def test_only_ssh_from_one_address_comes_in_and_disks_and_metadata_are_protected(aws: Account) -> None:
     aws.create()
-    query = "SecurityGroups[?GroupName != 'default'].IpPermissions[].[IpProtocol, FromPort, IpRanges[0].CidrIp, UserIdGroupPairs[0].GroupId]"
+    query = "SecurityGroups[?GroupName != 'default'].IpPermissions[]"
+    query += ".[IpProtocol, FromPort, IpRanges[0].CidrIp, UserIdGroupPairs[0].GroupId]"
     (group,) = aws.found("ec2", "describe_security_groups", "SecurityGroups[?GroupName != 'default'].GroupId")
     assert sorted(aws.found("ec2", "describe_security_groups", query)) == [
         ["-1", None, None, group],
@@ -162,9 +163,7 @@ def test_a_stack_that_fails_is_told_by_its_first_failed_event(aws: Account, tmp_
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_create_a_stack_show_what_there_is_and_leave_nothing(
-    aws: Account, tmp_path: Path
-) -> None:
+def test_the_commands_of_the_page_create_a_stack_show_it_and_leave_nothing(aws: Account, tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / "distrun-1.0-py3-none-any.whl").touch()
     before = listed(aws)
