@@ -6,7 +6,7 @@ It prints `PORT n` when it answers. Where moto's CloudFormation leaves something
 * A stack that was created by a change set has outputs, too.
 * Deleting a stack deletes gateways, routes and their tables, too, in an order that their dependencies allow.
 * A stack that cannot be created tells so by its events, as AWS documents it: a `CREATE_FAILED` event with the reason
-  for the resource, those of others after it, then a rollback. Moto answers with an error and forgets.
+  for the resource, others for those that were cancelled, then a rollback. Moto answers with an error and forgets.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ def create_stack(cloud: Any, name: str, *rest: Any, **more: Any) -> models.Stack
         stack: models.Stack | None = next((stack for stack in cloud.stacks.values() if stack.name == name), None)
         if stack is None or not failures:
             raise
-        (first, kind, reason), *others = failures
-        told = [(first, kind, reason), *((name, kind, "Resource creation cancelled") for name, kind, _ in others)]
+        first = failures[0][0]
+        told = [failures[0]]
+        for name, resource in stack.resource_map._resource_json_map.items():
+            if name != first and name not in stack.resource_map._parsed_resources:
+                told.append((name, resource["Type"], "Resource creation cancelled"))
         for resource, kind, reason in told:
             words = (stack.stack_id, stack.name, resource, "", kind, "CREATE_FAILED", reason, None)
             stack.events.append(models.Event(*words))
