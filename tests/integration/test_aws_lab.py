@@ -158,6 +158,19 @@ def test_a_host_that_cannot_be_set_up_tells_the_stack_at_once_and_says_what_fail
     assert cloud.asked("h2")[-1] == "cfn-signal --exit-code 1 --region eu-central-1 --stack train --resource Workers"
 
 
+def test_a_host_that_waits_for_others_in_vain_says_how_many_came(cloud: Cloud, aws: Account) -> None:
+    wheel = wheels.make_distrun(cloud.files, ROOT)
+    aws.create(Package=f"s3://data/{wheel.name}")
+    cloud.prepare("h2", f"{LAST}cp {quote(str(wheel))} $last\n")
+    soon = aws.user_data().replace("SECONDS + 900", "SECONDS + 1")
+    code, said = boot(cloud, soon, "h2")["h2"]
+    assert code == 1
+    why = "waiting for other hosts: 1 of 2 are there after 15 minutes"
+    assert said.splitlines()[-1] == f"distrun: 10.0.0.11: exit code 1 while {why}"
+    assert cloud.asked("h2")[-1].startswith("cfn-signal --exit-code 1 ")
+    shutil.rmtree(cloud.files / ".distrun")
+
+
 def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: Cloud, aws: Account) -> None:
     wheel = wheels.make_distrun(cloud.files, ROOT)
     stack = aws.create(Package="s3://data/" + wheel.name)

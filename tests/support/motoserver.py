@@ -2,6 +2,7 @@
 
 It prints `PORT n` when it answers. Where moto's CloudFormation leaves something out, this adds it, by moto's own calls:
 
+* There are placement groups: their names, no more.
 * A subnet's route table is what `describe-route-tables` says, too.
 * A stack that was created by a change set has outputs, too.
 * Deleting a stack deletes gateways, routes and their tables, too, in an order that their dependencies allow.
@@ -16,14 +17,64 @@ import warnings
 from typing import Any
 
 from moto.cloudformation import models, parsing
+from moto.core.common_models import CloudFormationModel
+from moto.core.responses import ActionResult
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.internet_gateways import InternetGateway
 from moto.ec2.models.route_tables import Route, RouteTable
 from moto.ec2.models.subnets import SubnetBackend, SubnetRouteTableAssociation
 from moto.ec2.models.vpn_gateway import VPCGatewayAttachment
+from moto.ec2.responses import EC2Response
 from moto.server import ThreadedMotoServer
 
+
+class PlacementGroup(CloudFormationModel):
+    """A placement group, as far as CloudFormation has to know it."""
+
+    __module__ = "moto.ec2.placement_groups"  # moto knows by it whose model this is
+
+    def __init__(self, name: str) -> None:
+        self.physical_resource_id = name
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return ""
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::EC2::PlacementGroup"
+
+    @classmethod
+    def create_from_cloudformation_json(
+        cls, resource_name: str, cloudformation_json: Any, account_id: str, region_name: str, **_: Any
+    ) -> PlacementGroup:
+        groups(ec2_backends[account_id][region_name])[resource_name] = cloudformation_json["Properties"]["Strategy"]
+        return cls(resource_name)
+
+
+def groups(ec2: Any) -> dict[str, str]:
+    """Return the strategies of a region's placement groups by their names; they go when the account is emptied."""
+    return vars(ec2).setdefault("placement_groups", {})
+
+
+def create_placement_group(call: Any) -> ActionResult:
+    groups(call.ec2_backend)[call._get_param("GroupName")] = call._get_param("Strategy")
+    return ActionResult({})
+
+
+def delete_placement_group(call: Any) -> ActionResult:
+    del groups(call.ec2_backend)[call._get_param("GroupName")]
+    return ActionResult({})
+
+
+def describe_placement_groups(call: Any) -> ActionResult:
+    found = [{"GroupName": name, "Strategy": strategy} for name, strategy in groups(call.ec2_backend).items()]
+    return ActionResult({"PlacementGroups": found})
+
+
+CALLS = (create_placement_group, delete_placement_group, describe_placement_groups)
 DELETES: dict[type, Any] = {
+    PlacementGroup: lambda ec2, own: groups(ec2).pop(own.physical_resource_id),
     InternetGateway: lambda ec2, own: ec2.delete_internet_gateway(own.id),
     Route: lambda ec2, own: (
         own.route_table.id in ec2.route_tables and ec2.delete_route(own.route_table.id, own.destination_cidr_block)
@@ -100,6 +151,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for kind, call in DELETES.items():
         kind.delete = deleting(call)  # type: ignore[attr-defined]
+    for call in CALLS:
+        setattr(EC2Response, call.__name__, call)
     SubnetBackend.create_subnet_association = associating  # type: ignore[method-assign]
     parsing.parse_and_create_resource = creating
     models.CloudFormationBackend.create_stack = create_stack  # type: ignore[method-assign]
@@ -108,7 +161,6 @@ def main() -> None:
     server.start()
     print("PORT", server.get_host_and_port()[1], flush=True)
     sys.stdin.read()
-    server.stop()
 
 
 if __name__ == "__main__":

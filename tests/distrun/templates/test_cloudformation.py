@@ -37,6 +37,7 @@ LISTS = {
         "describe_security_groups",
         "SecurityGroups[].IpPermissions[].UserIdGroupPairs[].GroupId",
     ),
+    "AWS::EC2::PlacementGroup": ("ec2", "describe_placement_groups", "PlacementGroups[].GroupName"),
     "AWS::EC2::LaunchTemplate": ("ec2", "describe_launch_templates", "LaunchTemplates[].LaunchTemplateId"),
     "AWS::EC2::Instance": (
         "ec2",
@@ -56,7 +57,6 @@ LISTS = {
 """For each type of resource, where AWS lists those that there are."""
 COSTS = [("ec2", "describe_volumes", "Volumes[].VolumeId"), ("ec2", "describe_addresses", "Addresses[].AllocationId")]
 """What costs, too, and comes with instances."""
-UNKNOWN_TO_MOTO = {"AWS::EC2::PlacementGroup"}
 OTHER_IDS = {"AWS::EC2::SecurityGroupIngress", "AWS::EC2::SubnetRouteTableAssociation", "AWS::EFS::MountTarget"}
 """What the stack calls otherwise than the lists do, or moto without a name."""
 
@@ -109,7 +109,7 @@ def test_every_type_of_resource_exists_after_creation_and_is_gone_after_deletion
     before = listed(aws)
     assert aws.create(WorkerCount="2")["StackStatus"] == "CREATE_COMPLETE"
     there = listed(aws)
-    assert types() == set(LISTS) | UNKNOWN_TO_MOTO
+    assert types() == set(LISTS)
     made = {kind: set(there[kind]) - set(before[kind]) for kind in there}
     assert {kind for kind in made if not made[kind]} == {COSTS[1]}, "it takes no elastic addresses"
     resources = aws.call("cloudformation", "describe_stack_resources", StackName="train")["StackResources"]
@@ -134,6 +134,7 @@ def test_only_ssh_from_one_address_comes_in_and_disks_and_metadata_are_protected
     (name,) = aws.found(*LISTS["AWS::EC2::LaunchTemplate"])
     versions = aws.call("ec2", "describe_launch_template_versions", LaunchTemplateId=name)["LaunchTemplateVersions"]
     data = versions[0]["LaunchTemplateData"]
+    assert [data["Placement"]["GroupName"]] == aws.found(*LISTS["AWS::EC2::PlacementGroup"])
     assert data["MetadataOptions"]["HttpTokens"] == "required"
     (disk,) = data["BlockDeviceMappings"]
     assert disk["Ebs"] == {"Encrypted": True, "DeleteOnTermination": True, "VolumeSize": 40, "VolumeType": "gp3"}
@@ -205,6 +206,6 @@ def test_the_price_of_an_instance_is_read_out_of_the_answer_of_aws(tmp_path: Pat
     terms = {"OnDemand": {"SKU.TERM": {"priceDimensions": {"SKU.TERM.RATE": price}}}}
     (tmp_path / "answer").write_text(json.dumps({"product": {}, "terms": terms}))
     (command,) = blocks("### What it will cost")
-    script = 'AWS_DEFAULT_REGION=x; aws() { [ "$1" != pricing ] || cat answer; }\n' + command
+    script = 'AWS_DEFAULT_REGION=x; type=x; aws() { [ "$1" != pricing ] || cat answer; }\n' + command
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "0.1940000000 per Hrs\n"
