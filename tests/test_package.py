@@ -51,6 +51,7 @@ def check(venv: Path, cwd: Path) -> str:
     """Check the installation in `venv` from a folder that is not the checkout; return where the runtime is."""
     assert run(venv / "bin/distrun", "--version", cwd=cwd).strip().endswith(version())
     assert run(venv / "bin/python", "-m", "distrun", "--version", cwd=cwd).strip().endswith(version())
+    assert "\ndockerfile " in run(venv / "bin/distrun", "template", "list", cwd=cwd)
     code = "import distrun, distrun_runtime, importlib.resources as r; from distrun_runtime import kvstore\n"
     code += "kvstore.create('local').close(); print(r.files('distrun_runtime'))"
     return run(venv / "bin/python", "-c", code, cwd=cwd).strip()

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from distrun import __version__, templates
 from distrun.errors import UsageError
 from distrun.request import is_secret
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = """\
 #@ [template]
 #@ what = a file for tests
@@ -83,6 +85,22 @@ def test_everything_that_is_wrong_with_values_is_said_at_once() -> None:
     ]
 
 
+def test_default_stands_in_for_a_value_and_the_last_of_two_counts() -> None:
+    lines = templates.render(SAMPLE, ["count=3", "key=k", "count=4", "key=a=b=c"]).splitlines()
+    assert lines[1:3] == ['user: "train"', "count: 4"]
+    assert lines[3].startswith("key: a=b=c ")
+
+
+def test_words_with_an_open_quote_are_refused() -> None:
+    sample = templates.parse("sample", TEXT.replace("@{user|yaml}", "@{user|args}"))
+    with pytest.raises(UsageError, match='user: expected words as of a shell, found a quote without its end: "it\'s"'):
+        templates.render(sample, ["count=3", "key=k", "user=it's"])
+
+
+def test_message_shows_no_more_than_the_begin_of_a_long_value() -> None:
+    assert complaints("count=" + "x" * 1000, "key=k")[1] == f"  count: expected a whole number, found '{'x' * 30}...'"
+
+
 @pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\0"])
 def test_value_of_more_than_one_line_is_refused(end: str) -> None:
     assert complaints("count=3", f"key=a{end}b")[1].startswith(
@@ -127,6 +145,22 @@ def test_unknown_name_in_a_template_is_an_error_that_names_the_known_ones(place:
 def test_scripts_of_the_engines_are_no_templates_for_users() -> None:
     assert "dockerfile" in ALL
     assert not {"mpi", "sge", "slurm", "yarn", "README"} & set(ALL)
+
+
+def shown_commands() -> list[str]:
+    """Return the commands with `template render` of the pages and of the templates' own instructions."""
+    pages = "".join(path.read_text("utf-8").replace("\\\n", " ") for path in (ROOT / "docs").glob("*.md"))
+    lines = [*pages.splitlines(), *(line for each in ALL.values() for line in each.use)]
+    return sorted({line.strip() for line in lines if line.strip().startswith("distrun template render")})
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_every_command_that_is_shown_renders(line: str) -> None:
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIEXAMPLE ann@desk"
+    line = line.replace("$(cat ~/.ssh/id_ed25519.pub)", key).partition(" > ")[0]
+    name, *words = shlex.split(line, comments=True)[3:]
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    templates.render(templates.find(name), words[1::2])
 
 
 @pytest.mark.parametrize("name", ALL)

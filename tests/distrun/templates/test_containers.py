@@ -123,7 +123,7 @@ def test_folder_of_the_program_is_the_one_given_whatever_its_name() -> None:
     [
         ("healthcheck:", "healthchek:"),
         ("service_healthy", "healthy"),
-        ("interval: 1s", "interval: soon"),
+        ("interval: 3s", "interval: soon"),
         ("bind", "bnd"),
     ],
 )
