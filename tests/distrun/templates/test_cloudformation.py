@@ -13,6 +13,8 @@ from typing import Any
 import jmespath
 import pytest
 from awskit import TEMPLATE, Account, aws, aws_server
+from cfnlint import api
+from cfnlint.decode import decode_str
 
 __all__ = ["aws", "aws_server"]
 pytestmark = pytest.mark.timeout(600)  # Amazon's program takes a second of processor time a call
@@ -98,10 +100,31 @@ def listed(aws: Account) -> dict[Any, list[Any]]:
 
 
 def test_cfn_lint_has_nothing_to_say() -> None:
-    from cfnlint import api
-
     found = api.lint(TEMPLATE, config=api.ManualArgs(regions=["us-east-1", "eu-central-1"], include_checks=["I"]))
     assert [str(one) for one in found] == []
+
+
+@pytest.mark.parametrize(
+    ("parameter", "taken", "refused"),
+    [
+        ("SshAddress", ["203.0.113.7"], ["0.0.0.0/0", "203.0.113.7/24", "::1", ""]),
+        ("InstanceType", ["c6i.xlarge", "p5.48xlarge", "u-6tb1.metal"], ["t3.micro", "t4g.small", "xlarge"]),
+        (
+            "Package",
+            ["s3://b/d-1-py3-none-any.whl", "distrun==1.0", "https://h/d.whl?a=b&c=d"],
+            ["a b", "';ls", "$(ls)", "`ls`"],
+        ),
+        ("MorePackages", ["", "torch==2.9.0 pillow", "a[b]>=1,<2"], ["x;ls", "'", "$x", "a\nb", "-r /etc/x"]),
+        ("Zone", ["", "eu-central-1b", "us-east-1-bos-1a"], ["b", "eu-central-1"]),
+        ("Bucket", ["", "my-data.2"], ["s3://my-data", "a/b", "*"]),
+    ],
+)
+def test_a_parameter_takes_only_what_it_is_for(parameter: str, taken: list[str], refused: list[str]) -> None:
+    """AWS compares the whole value with the pattern: nothing that means something to a shell or a policy comes through."""
+    template, _ = decode_str(TEMPLATE)
+    assert template is not None
+    pattern = template["Parameters"][parameter]["AllowedPattern"]
+    assert [value for value in [*taken, *refused] if re.fullmatch(pattern, value)] == taken
 
 
 @pytest.mark.slow
