@@ -112,7 +112,7 @@ def test_cfn_lint_has_nothing_to_say() -> None:
         (
             "Package",
             ["s3://b/d-1-py3-none-any.whl", "distrun==1.0", "https://h/d.whl?a=b&c=d"],
-            ["a b", "';ls", "$(ls)", "`ls`"],
+            ["a b", "';ls", "$(ls)", "`ls`", "-r"],
         ),
         ("MorePackages", ["", "torch==2.9.0 pillow", "a[b]>=1,<2"], ["x;ls", "'", "$x", "a\nb", "-r /etc/x"]),
         ("Zone", ["", "eu-central-1b", "us-east-1-bos-1a"], ["b", "eu-central-1"]),
@@ -120,7 +120,7 @@ def test_cfn_lint_has_nothing_to_say() -> None:
     ],
 )
 def test_a_parameter_takes_only_what_it_is_for(parameter: str, taken: list[str], refused: list[str]) -> None:
-    """AWS compares the whole value with the pattern: nothing that means something to a shell or a policy comes through."""
+    """AWS compares the whole value. Nothing that means something to a shell or in a policy comes through."""
     template, _ = decode_str(TEMPLATE)
     assert template is not None
     pattern = template["Parameters"][parameter]["AllowedPattern"]
