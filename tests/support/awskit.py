@@ -74,20 +74,14 @@ def aws_server() -> Iterator[str]:
     """Serve AWS for all tests of a session; yield its address."""
     argv = [sys.executable, "-W", "ignore", str(HERE / "motoserver.py")]
     server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert server.stdin is not None
     assert server.stdout is not None
     try:
         port = next((line.split()[1] for line in server.stdout if line.startswith("PORT ")), "")
         assert port, f"no server: run {shlex.join(argv)} to see why"
         yield "http://127.0.0.1:" + port
     finally:
-        server.stdin.close()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        server.stdout.close()
+        server.kill()  # its input ends, and it with that, if this process is killed
+        server.communicate()
 
 
 @pytest.fixture
