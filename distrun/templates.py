@@ -31,7 +31,7 @@ from distrun.errors import UsageError
 
 HEAD = "#@"
 SHOWN = 30
-"""Characters of a refused value that a message shows: of a private key that is no more than its first words."""
+"""Characters of what is refused that a message shows: of a private key that is no more than its first words."""
 VERSION = "version"
 """The placeholder of distrun's own version; no value of a template is named so."""
 PLAIN = r"[A-Za-z0-9_.:/@+-]*"
@@ -129,9 +129,9 @@ def problems(template: Template, words: Sequence[str]) -> Iterator[str]:
     for word in words:
         name, equals, _ = word.partition("=")
         if not equals:
-            yield f"{word}: expected NAME=VALUE"
+            yield f"{_found(word)}: expected NAME=VALUE"
         elif name not in known:
-            yield f"{name}: the template has no such value{_near(name, known)}"
+            yield f"{_found(name)}: the template has no such value{_near(name, known)}"
     places = set(_PLACE.findall(template.text))
     for name, value in known.items():
         text = given.get(name, value.default)

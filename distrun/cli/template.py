@@ -45,7 +45,7 @@ def show(name: str) -> None:
     for value in found.values:
         default = "has to be given" if value.default is None else f"default: {value.default or 'empty'}"
         lines += [f"  {value.name}  ({default})", f"      {value.what}"]
-        lines += [f"      {value.accepts}"] if value.accepts else []
+        lines += [f"      accepted: {value.accepts}"] if value.accepts else []
     print_out("\n".join(lines).rstrip() + "\n\nText:\n\n" + found.text)
 
 

@@ -78,8 +78,8 @@ def test_first_line_by_which_a_program_knows_a_file_stays_the_first() -> None:
 def test_everything_that_is_wrong_with_values_is_said_at_once() -> None:
     assert complaints("usr=x", "count=three", "what") == [
         "template sample: 4 values to correct:",
-        "  usr: the template has no such value; did you mean user?",
-        "  what: expected NAME=VALUE",
+        "  'usr': the template has no such value; did you mean user?",
+        "  'what': expected NAME=VALUE",
         "  count: expected a whole number, found 'three'",
         "  key: missing: the key",
     ]
@@ -99,6 +99,13 @@ def test_words_with_an_open_quote_are_refused() -> None:
 
 def test_message_shows_no_more_than_the_begin_of_a_long_value() -> None:
     assert complaints("count=" + "x" * 1000, "key=k")[1] == f"  count: expected a whole number, found '{'x' * 30}...'"
+
+
+@pytest.mark.parametrize("words", ["{key}", "{key}==", "key={key}", "keys={key}"])
+def test_private_key_in_a_wrong_place_is_not_repeated(words: str) -> None:
+    key = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9u"
+    shown = complaints("count=3", words.format(key=key))
+    assert "b3Blb" not in "".join(shown)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\0"])

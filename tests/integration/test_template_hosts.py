@@ -21,6 +21,7 @@ from lab import Done, Site, wait_until
 from distrun import templates
 
 HOSTS = ("h1", "h2", "h3")
+USER = "alice"
 LIMIT_S = 60.0
 TRAIN = """
 import numpy as np
@@ -88,12 +89,12 @@ class Container:
 
     def __init__(self, host: Host, service: dict[str, Any], folder: Path) -> None:
         host.exec("install", "-d", "-o", "alice", "/keys")
-        host.exec("rm", "-rf", "/home/alice/.ssh")
+        host.exec("rm", "-rf", f"/home/{USER}/.ssh")
         # As in the image, users have a Python with numpy and pyzmq.
         host.exec("python3", "-m", "venv", "--without-pip", "/opt/python")
         (packages,) = (host.root / "opt/python/lib").glob("python3*/site-packages")
         (packages / "here.pth").write_text(wheels.SITE + "\n")
-        env = {**service["environment"], "HOME": "/home/alice"}
+        env = {**service["environment"], "HOME": f"/home/{USER}"}
         words = [f"{name}={value}" for name, value in env.items()]
         argv = host.enter_argv("runuser", "-u", "alice", "--", "env", *words, *service["command"])
         self.keys = host.root / "keys"
@@ -170,7 +171,7 @@ def test_keys_of_compose_are_made_once_and_are_private(fresh: Site, containers: 
     assert key.read_bytes() == made
     assert key.stat().st_mode & 0o777 == 0o600
     for each in containers:
-        assert (each.host.root / "home/alice/.ssh/host_key").stat().st_mode & 0o777 == 0o600
+        assert (each.host.root / f"home/{USER}/.ssh/host_key").stat().st_mode & 0o777 == 0o600
         assert sorted(path.name for path in each.keys.iterdir()) == [f"{each.host.name}.pub", "launcher.pub"]
 
 

@@ -59,7 +59,7 @@ def test_wrong_values_are_an_error_of_usage_that_writes_nothing(distrun: Distrun
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.decode() == (
         "distrun: error: template dockerfile: 2 values to correct:\n"
-        "distrun: error:   bse: the template has no such value; did you mean base?\n"
+        "distrun: error:   'bse': the template has no such value; did you mean base?\n"
         "distrun: error:   packages: expected one line of printable characters, found 'a\\nb'\n"
         "distrun: hint: distrun template show dockerfile describes the values; give them by --set NAME=VALUE\n"
     )

@@ -17,7 +17,7 @@ from compose_spec import PyCompose
 
 from distrun import __version__, templates
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = Path(sys.executable).with_name("hadolint")
 HARD = """torch>=2 a'b"c $HOME `id` ; <<EOF # é"""
 
@@ -105,7 +105,7 @@ def test_private_keys_never_are_where_another_container_sees_them() -> None:
     services = compose()["services"]
     for name, one in services.items():
         shared = {each for each in one["volumes"] if isinstance(each, str)}
-        assert shared == ({"keys:/keys", "home:/home/train"} if name == "launcher" else {"keys:/keys"})
+        assert shared == ({"keys:/keys", "home:/srv/train"} if name == "launcher" else {"keys:/keys"})
         script = "\n".join(map(str, one.get("command", []) + one.get("entrypoint", [])))
         copied = re.findall(r'^ *cp (\S+) "\$KEYS/', script, re.MULTILINE)
         assert copied
@@ -115,7 +115,7 @@ def test_private_keys_never_are_where_another_container_sees_them() -> None:
 def test_folder_of_the_program_is_the_one_given_whatever_its_name() -> None:
     folder = """./a b: "c" $HOME ${x} # d"""
     mounts = compose(f"folder={folder}")["services"]["launcher"]["volumes"]
-    assert mounts[-1] == {"type": "bind", "source": folder, "target": "/work", "read_only": True}
+    assert mounts[-1] == {"type": "bind", "source": folder, "target": "/workspace", "read_only": True}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_images_are_built_and_a_job_runs_on_the_three_hosts(tmp_path: Path) -> N
     try:
         docker("compose", "build", cwd=tmp_path)
         assert docker(*run, "--version", cwd=tmp_path).split() == ["distrun", __version__]
-        job = ("launch", "-H", "/home/train/hosts", "-n", "3", "-s", "1", "--sync-dst-dir", "~/job", "hostname")
+        job = ("launch", "-H", "/srv/train/hosts", "-n", "3", "-s", "1", "--sync-dst-dir", "~/job", "hostname")
         assert sorted(re.findall(r"\| (h\d)$", docker(*run, *job, cwd=tmp_path), re.MULTILINE)) == ["h1", "h2", "h3"]
     finally:
         docker("compose", "down", "--volumes", "--rmi", "local", cwd=tmp_path)

@@ -19,7 +19,7 @@ from cfnlint.decode import decode_str
 __all__ = ["aws", "aws_server"]
 pytestmark = pytest.mark.timeout(600)  # Amazon's program takes a second of processor time a call
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 ID = re.compile("[a-z]+-[0-9a-f]+")
 LISTS = {
     "AWS::EC2::VPC": ("ec2", "describe_vpcs", "Vpcs[].VpcId"),
