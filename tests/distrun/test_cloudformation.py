@@ -127,6 +127,35 @@ def test_a_parameter_takes_only_what_it_is_for(parameter: str, taken: list[str],
     assert [value for value in [*taken, *refused] if re.fullmatch(pattern, value)] == taken
 
 
+def test_the_page_has_a_row_for_every_parameter_with_its_default() -> None:
+    template, _ = decode_str(TEMPLATE)
+    assert template is not None
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) ?\| ", PAGE.partition("### Create")[2], re.MULTILINE))
+    parameters = template["Parameters"]
+    defaults = {name: str(parameters[name].get("Default", "")) for name in parameters}
+    described = {"Image": "Amazon Linux 2023, x86_64", "Zone": "first of the region"}
+    assert {name: rows.get(name, "?").strip("`") for name in parameters} == {**defaults, **described}
+
+
+def test_the_stack_waits_for_a_signal_of_every_host() -> None:
+    template, _ = decode_str(TEMPLATE)
+    assert template is not None
+    waits = {name: one["CreationPolicy"] for name, one in template["Resources"].items() if "CreationPolicy" in one}
+    assert {name: wait["ResourceSignal"].get("Count", 1) for name, wait in waits.items()} == {
+        "FirstHost": 1,
+        "Workers": {"Ref": "WorkerCount"},
+    }
+    set_up = json.dumps(template["Resources"]["LaunchTemplate"])
+    assert all(f"resource={name}" in set_up for name in waits)
+
+
+def test_template_and_user_data_are_no_larger_than_aws_takes() -> None:
+    """51,200 bytes of a template body, 16 KB of user data before base64: AWS's user guides of both services."""
+    assert len(TEMPLATE.encode()) <= 51_200
+    script = TEMPLATE.partition("#!/bin/bash")[2].partition("- First:")[0]
+    assert len(script.encode()) <= 16 * 1024
+
+
 @pytest.mark.slow
 def test_every_type_of_resource_exists_after_creation_and_is_gone_after_deletion(aws: Account) -> None:
     before = listed(aws)
