@@ -1,0 +1,176 @@
+"""The Kubernetes cluster of the lab itself: a real control plane, whose nodes do what a kubelet does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+import pytest
+from kubernetessite import KubernetesSite, site
+from lab import wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+LIMIT_S = 60.0
+INDEX = "batch.kubernetes.io/job-completion-index"
+STAY = "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[KubernetesSite]:
+    yield from site(3)
+
+
+@pytest.fixture
+def lab(cluster: KubernetesSite, tmp_path: Path) -> Iterator[KubernetesSite]:
+    cluster.begin(tmp_path)
+    yield cluster
+    cluster.restore()
+    cluster.cluster.settle()
+    cluster.end()
+
+
+def begin(lab: KubernetesSite, script: str, count: int = 1, volume: Any = None, **container: Any) -> None:
+    """Create, as the user, an Indexed Job whose pods run a shell script, on a node each; `volume` is at /run/volume."""
+    one = {"name": "main", "image": "debian:12", "command": ["sh", "-c", script], **container}
+    one["volumeMounts"] = [{"name": "volume", "mountPath": "/run/volume"}]
+    one.setdefault("env", []).append({"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+    pod = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "containers": [one],
+        "volumes": [{"name": "volume", **(volume or {"emptyDir": {}})}],
+        "topologySpreadConstraints": [{**apart, "labelSelector": {"matchLabels": {"job-name": "job"}}}],
+    }
+    spec = {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": spec}
+    made = lab.run("kubectl", "create", "-f", write(lab, job))
+    assert made.code == 0, made.err
+
+
+def write(lab: KubernetesSite, what: Any) -> str:
+    path = lab.work / "object.json"
+    path.write_text(json.dumps(what))
+    return str(path)
+
+
+def pods(lab: KubernetesSite) -> list[dict[str, Any]]:
+    """The pods of the job by their index."""
+    return sorted(lab.cluster.get("pods"), key=lambda pod: int(pod["metadata"]["annotations"][INDEX]))
+
+
+def state(pod: dict[str, Any]) -> dict[str, Any]:
+    """What the kubelet says of the container of a pod."""
+    return dict((pod["status"].get("containerStatuses") or [{}])[0].get("state", {}))
+
+
+def shown(lab: KubernetesSite, is_true: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
+    """Wait until something is true of a pod, and return that pod."""
+
+    def found() -> dict[str, Any]:
+        return next((pod for pod in pods(lab) if is_true(pod)), {})
+
+    pod: dict[str, Any] = wait_until(found, LIMIT_S, what)
+    return pod
+
+
+def running(lab: KubernetesSite, count: int) -> None:
+    wait_until(lambda: [pod["status"]["phase"] for pod in pods(lab)] == ["Running"] * count, LIMIT_S, "all pods run")
+
+
+def condition(lab: KubernetesSite) -> str:
+    """How the job ended, once it has: the condition's type and reason."""
+
+    def found() -> str:
+        [job] = lab.cluster.get("jobs")
+        ends = [each for each in job["status"].get("conditions", ()) if each["type"] in ("Complete", "Failed")]
+        return " ".join((ends[0]["type"], ends[0]["reason"])) if ends else ""
+
+    return str(wait_until(found, LIMIT_S, "the job has ended"))
+
+
+def test_the_pods_of_a_job_run_on_all_nodes_and_one_that_fails_gives_its_exit_code(lab: KubernetesSite) -> None:
+    begin(
+        lab,
+        'echo "$JOB_COMPLETION_INDEX $ADDRESS $(hostname)"; sleep 2; exit $((JOB_COMPLETION_INDEX == 1 ? 7 : 0))',
+        3,
+    )
+    wait_until(lambda: "terminated" in state(pods(lab)[1]), LIMIT_S, "the second one has ended")
+    assert condition(lab) == "Failed BackoffLimitExceeded"
+    first, second, third = pods(lab)
+    assert sorted(pod["spec"]["nodeName"] for pod in (first, second, third)) == ["h1", "h2", "h3"]
+    assert (second["status"]["phase"], state(second)["terminated"]["exitCode"]) == ("Failed", 7)
+    told = lab.run("kubectl", "logs", second["metadata"]["name"])
+    assert told.out == f"1 {second['status']['podIP']} job-1\n", told.err
+
+
+def test_a_pod_above_its_memory_is_killed(lab: KubernetesSite) -> None:
+    begin(lab, "head -c 200M /dev/zero | tail", resources={"limits": {"memory": "64Mi"}})
+    pod = shown(lab, lambda pod: state(pod).get("terminated"), "it has ended")
+    assert (state(pod)["terminated"]["reason"], state(pod)["terminated"]["exitCode"]) == ("OOMKilled", 137)
+
+
+def test_a_pod_of_a_node_that_is_short_of_memory_is_evicted(lab: KubernetesSite) -> None:
+    begin(lab, STAY, 3)
+    running(lab, 3)
+    lab.cluster.evict(lab["h2"])
+    pod = shown(lab, lambda pod: pod["status"].get("reason") == "Evicted", "one is evicted")
+    assert (pod["spec"]["nodeName"], pod["status"]["phase"]) == ("h2", "Failed")
+
+
+def test_an_image_that_cannot_be_pulled_is_tried_again(lab: KubernetesSite) -> None:
+    begin(lab, STAY, image=kubernetes.BAD_IMAGE)
+    reasons = ("ErrImagePull", "ImagePullBackOff")
+    for reason in reasons:
+        pod = shown(lab, lambda pod: state(pod).get("waiting", {}).get("reason") == reason, reason)  # noqa: B023
+        assert pod["status"]["phase"] == "Pending"
+
+
+def test_a_pod_waits_for_its_secret_and_gets_it_as_variable_and_file(lab: KubernetesSite) -> None:
+    word = {"name": "WORD", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "word"}}}
+    begin(
+        lab, 'test "$WORD $(cat /run/volume/word)" = "hush hush"', volume={"secret": {"secretName": "mine"}}, env=[word]
+    )
+    shown(lab, lambda pod: "waiting" in state(pod), "it waits")
+    meta = {"name": "mine"}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {"word": "hush"}}
+    assert lab.run("kubectl", "create", "-f", write(lab, secret)).code == 0
+    assert condition(lab) == "Complete CompletionsReached"
+
+
+def test_a_node_that_vanishes_is_not_ready_and_is_again_after_it_has_booted(lab: KubernetesSite) -> None:
+    begin(lab, STAY, 3)
+    running(lab, 3)
+    lab["h3"].poweroff()
+    wait_until(lambda: lab.cluster.ready() == ["h1", "h2"], LIMIT_S, "it is missed")
+    lab["h3"].boot()
+    lab.cluster.start(lab["h3"])
+    pod = shown(lab, lambda pod: state(pod).get("terminated"), "its pod is reported")
+    assert (pod["spec"]["nodeName"], pod["status"]["phase"]) == ("h3", "Failed")
+
+
+def test_deleting_a_job_asks_its_pods_to_end_and_leaves_nothing(lab: KubernetesSite) -> None:
+    begin(lab, STAY, 3)
+    running(lab, 3)
+    [name, *_] = [pod["metadata"]["name"] for pod in pods(lab)]
+    follows = lab.spawn("kubectl", "logs", "--follow", name)
+    assert lab.run("kubectl", "delete", "job", "job").code == 0
+    lab.nothing_stays()
+    assert follows.wait() == 0
+    assert follows.out == "up\nbye\n"
+
+
+def test_the_user_may_do_no_more_than_a_launch_needs(lab: KubernetesSite) -> None:
+    assert lab.run("kubectl", "auth", "can-i", "create", "jobs").out == "yes\n"
+    for words in (("get", "nodes"), ("create", "jobs", "--namespace", "default"), ("create", "pods")):
+        assert lab.run("kubectl", "auth", "can-i", *words).out == "no\n", words

@@ -1,0 +1,287 @@
+"""A real Kubernetes control plane in a lab: etcd, API server, controllers and scheduler; every host is a node.
+
+    python -m kubernetes install     # builds the programs from the Go module proxy into a cache, once
+    cluster = kubernetes.Kubernetes(lab)
+    cluster.up()                     # it ends with the lab
+
+The control plane runs in the launcher's place, the program of `kubelet.py` on each host. What there is not: images,
+kube-proxy (no addresses of Services), a network of pods' own (a pod has its host's address), network policies.
+
+DISTRUN_KUBERNETES names a folder with the programs; otherwise they are in a folder of `CACHE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostlab import Lab, LabError, Process, Unavailable
+from hostlab.host import Host, wait_until
+from hostlab.lab import search_path
+
+VERSION = "1.34.4"
+ETCD_VERSION = "3.6.4"
+GO_VERSION = (1, 24)
+"""The oldest Go that builds them."""
+CONTROLLERS = "kube-controller-manager"
+PROGRAMS = ("etcd", "kube-apiserver", CONTROLLERS, "kube-scheduler", "kubectl")
+CACHE = Path("/var/cache/distrun-lab")
+BUILD_S = 3600
+
+STATE = Path("/run/distrun-kubernetes")
+"""The control plane's files: in the lab's private /run, so no other lab has the same. Nodes have theirs there, too."""
+NAMESPACE = "team"
+"""The namespace that the user of the lab has."""
+ADDRESS = "10.77.0.1"
+PORT = 6443
+"""Where the API server is: in the lab's own network, so no other lab has the same."""
+LOST_S = 4
+"""Time without a node's life sign after which it is not ready."""
+UP_S = 90.0
+BAD_IMAGE = "registry.invalid/none:1"
+"""An image that cannot be pulled."""
+
+RULES = [
+    {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "watch", "delete"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
+    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["secrets", "services"], "verbs": ["create", "get", "list", "delete"]},
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+]
+"""What the user of the lab may do, in one namespace."""
+
+
+# Getting the programs
+
+STAGING = (
+    "api apiextensions-apiserver apimachinery apiserver cli-runtime client-go cloud-provider cluster-bootstrap"
+    " code-generator component-base component-helpers controller-manager cri-api cri-client csi-translation-lib"
+    " dynamic-resource-allocation endpointslice externaljwt kms kube-aggregator kube-controller-manager kube-proxy"
+    " kube-scheduler kubectl kubelet metrics mount-utils pod-security-admission sample-apiserver"
+).split()
+"""Modules that live in Kubernetes' own repository: it requires v0.0.0, which its go.work replaces. Outside of the
+repository the published ones of the same version do."""
+
+MAINS = {
+    "etcd": "go.etcd.io/etcd/server/v3",
+    **{name: "k8s.io/kubernetes/cmd/" + name for name in PROGRAMS[1:]},
+}
+"""The package of each program."""
+
+
+def programs() -> Path:
+    """Return the folder that has, or will have, the programs."""
+    given = os.environ.get("DISTRUN_KUBERNETES")
+    return Path(given) if given else CACHE / ("kubernetes-" + VERSION)
+
+
+def why_not() -> str:
+    """Return why there can be no cluster on this machine, or nothing."""
+    missing = [name for name in PROGRAMS if not (programs() / name).exists()]
+    if missing:
+        return "%s lacks %s; scripts/test engines builds them" % (programs(), " ".join(missing))
+    return "" if shutil.which("openssl") else "the API server's keys need openssl: Debian's package openssl"
+
+
+class Kubernetes:
+    """A running cluster. It ends with its lab."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.folder = lab.file(STATE)
+        self.server = "https://%s:%d" % (ADDRESS, PORT)
+        self._tokens = {name: secrets.token_hex(16) for name in ("admin", *lab.hosts)}
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What the launcher's programs need to find the cluster."""
+        return {"KUBECONFIG": str(STATE / "user"), "PATH": "%s:%s" % (programs(), search_path())}
+
+    def up(self) -> None:
+        """Start it; all nodes are ready then. LabError if they are not in time."""
+        self.folder.mkdir(mode=0o700)
+        rows = ['%s,admin,admin,"system:masters"' % self._tokens["admin"]]
+        rows += ['%s,system:node:%s,%s,"system:nodes"' % (self._tokens[name], name, name) for name in self.lab.hosts]
+        self._write("tokens", "".join(row + "\n" for row in rows))
+        self.lab.inside("openssl", "genrsa", "-out", str(STATE / "accounts.key"), "2048")
+        for name, words in control_plane().items():
+            if name == CONTROLLERS:
+                self._write("admin", self._config("admin", self._tokens["admin"], "default"))
+                self._wait(self._answers, "the API server is ready", "kube-apiserver")
+            script = 'cd %s && exec setsid -f "$@" >>%s.log 2>&1 </dev/null' % (STATE, name)
+            self.lab.inside("sh", "-c", script, "sh", str(programs() / name), *words)
+        for host in self.lab.hosts.values():
+            self.start(host)
+        self._make_user()
+        wait_until(lambda: self.ready() == list(self.lab.hosts), UP_S, "all nodes are ready")
+
+    def start(self, host: Host) -> None:
+        """Start a node; also again, when its host has booted."""
+        folder = host.root / str(STATE)[1:]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        texts = {
+            "kubelet.py": Path(__file__).with_name("kubelet.py").read_text(),
+            "token": self._tokens[host.name],
+            "ca.crt": (self.folder / "certs" / "apiserver.crt").read_text(),
+        }
+        for name, text in texts.items():
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_text(text)
+        script = (
+            "cd {0} && openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.crt -subj /CN={1}"
+            " 2>/dev/null && setsid -f python3 kubelet.py node {1} {2} {3} {0} >>kubelet.log 2>&1 </dev/null"
+        )
+        host.exec("sh", "-c", script.format(STATE, host.name, host.address, self.server))
+
+    def evict(self, host: Host) -> None:
+        """Let a node be short of memory: its pods are evicted."""
+        for process in self.lab.processes(host.name):
+            if is_kubelet(process):
+                os.kill(process.pid, signal.SIGUSR1)
+
+    def log(self, name: str) -> str:
+        """Return the last words of a program of the control plane."""
+        path = self.folder / (name + ".log")
+        return path.read_text(errors="replace")[-2000:] if path.exists() else ""
+
+    def kubectl(self, *words: str, text: str = "", check: bool = True) -> str:
+        """Run kubectl as the cluster's administrator, in the user's namespace; LabError with its words if it fails."""
+        argv = [str(programs() / "kubectl"), "--kubeconfig", str(STATE / "admin"), "-n", NAMESPACE, *words]
+        return self.lab.inside(*argv, text=text, check=check)
+
+    def get(self, kind: str, *words: str) -> list[dict[str, Any]]:
+        """Return the objects of a kind in the user's namespace."""
+        return list(json.loads(self.kubectl("get", kind, "-o", "json", *words))["items"])
+
+    def create(self, *objects: Mapping[str, Any]) -> None:
+        """Create objects."""
+        self.kubectl("create", "-f", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+    def ready(self) -> list[str]:
+        """Return the nodes that are ready."""
+        found = []
+        for node in self.get("nodes"):
+            states = {each["type"]: each["status"] for each in node["status"].get("conditions", ())}
+            if states.get("Ready") == "True" and not node["spec"].get("taints"):
+                found.append(node["metadata"]["name"])
+        return sorted(found)
+
+    def left(self) -> list[str]:
+        """Return what there is in the user's namespace, beside what belongs to the namespace."""
+        told = self.kubectl("get", "jobs,pods,services,secrets,persistentvolumeclaims", "-o", "name", check=False)
+        return told.split()
+
+    def settle(self) -> None:
+        """Delete what there is in the user's namespace, and wait until all nodes are ready."""
+        running = {each.host for each in self.lab.processes() if is_kubelet(each)}
+        for host in self.lab.hosts.values():
+            if host.name not in running:
+                self.start(host)
+        kinds = "jobs,pods,services,secrets,persistentvolumeclaims,resourcequotas"
+        self.kubectl("delete", kinds, "--all", "--now", "--wait=false")
+        wait_until(lambda: not self.left(), UP_S, "nothing is left in Kubernetes")
+        wait_until(lambda: self.ready() == list(self.lab.hosts), UP_S, "all nodes are ready")
+
+    def _make_user(self) -> None:
+        """Make the namespace, its user and the user's configuration."""
+        core, rbac = "v1", "rbac.authorization.k8s.io/v1"
+        meta = {"name": "user", "namespace": NAMESPACE}
+        subject = {"kind": "ServiceAccount", "name": "user", "namespace": NAMESPACE}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "user"}
+        self.create(
+            {"apiVersion": core, "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+            {"apiVersion": core, "kind": "ServiceAccount", "metadata": meta},
+            {"apiVersion": rbac, "kind": "Role", "metadata": meta, "rules": RULES},
+            {"apiVersion": rbac, "kind": "RoleBinding", "metadata": meta, "subjects": [subject], "roleRef": role},
+        )
+        self._wait(lambda: self._has("serviceaccount", "default"), "the controllers work", CONTROLLERS)
+        token = self.kubectl("create", "token", "user", "--duration=24h").strip()
+        self._write("user", self._config("user", token, NAMESPACE))
+
+    def _wait(self, is_true: Callable[[], Any], what: str, program: str) -> None:
+        try:
+            wait_until(is_true, UP_S, what)
+        except LabError as error:
+            raise LabError("%s; %s says:\n%s" % (error, program, self.log(program))) from None
+
+    def _has(self, kind: str, name: str) -> bool:
+        return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name"))
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(LabError):
+            return self.kubectl("get", "--raw", "/readyz") == "ok"
+        return False
+
+    def _config(self, user: str, token: str, namespace: str) -> str:
+        """Return a kubeconfig, which JSON is good for."""
+        certificate = str(STATE / "certs" / "apiserver.crt")
+        cluster = {"server": self.server, "certificate-authority": certificate}
+        context = {"cluster": "lab", "user": user, "namespace": namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "lab", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": token}}],
+            "contexts": [{"name": "lab", "context": context}],
+            "current-context": "lab",
+        }
+        return json.dumps(config)
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / name).touch(mode=0o600)
+        (self.folder / name).write_text(text)
+
+
+def is_kubelet(process: Process) -> bool:
+    """Tell whether a process is the kubelet of a node."""
+    return b"\0kubelet.py\0node\0" in process.command
+
+
+def control_plane() -> dict[str, list[str]]:
+    """Return the arguments of each program of the control plane, in the order in which they are started."""
+    etcd, key = "http://127.0.0.1:2379", "accounts.key"
+    return {
+        "etcd": ["--data-dir=etcd", "--unsafe-no-fsync", "--log-level=warn"],
+        "kube-apiserver": [
+            "--etcd-servers=" + etcd,
+            "--bind-address=0.0.0.0",
+            "--advertise-address=" + ADDRESS,  # the certificate that it makes is for this address
+            "--secure-port=%d" % PORT,
+            "--cert-dir=certs",
+            "--token-auth-file=tokens",
+            "--authorization-mode=Node,RBAC",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            "--service-account-key-file=" + key,
+            "--service-account-signing-key-file=" + key,
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--kubelet-preferred-address-types=InternalIP",
+        ],
+        CONTROLLERS: [
+            "--kubeconfig=admin",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+            "--cert-dir=controllers",
+            "--service-account-private-key-file=" + key,
+            "--root-ca-file=certs/apiserver.crt",
+            "--node-monitor-period=1s",
+            "--node-monitor-grace-period=%ds" % LOST_S,
+            "--node-eviction-rate=10",
+        ],
+        "kube-scheduler": [
+            "--kubeconfig=admin",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+            "--cert-dir=scheduler",
+        ],
+    }
