@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distrun.backends import kubernetes_answers as answers
@@ -47,6 +48,7 @@ from distrun.backends.engine import (
     hint_of,
     merged,
     refuse_queue_options,
+    text_of,
     tries,
 )
 from distrun.backends.kubernetes_answers import HOST_NOTE, INDEX, JOB_LABEL, ROLE_LABEL, USER_LABEL, Objects
@@ -56,7 +58,7 @@ from distrun_runtime.contract import facts
 
 JOBS = "jobs.json"
 """Name of the Jobs' text in the folder of the submission."""
-INDEX_VARIABLE, PLACE, SECRET = "DISTRUN_INDEX", "DISTRUN_PLACE", "DISTRUN_ENROLMENT"
+INDEX_VARIABLE, PLACE, SECRET = "DISTRUN_POD_INDEX", "DISTRUN_POD", "DISTRUN_ENROLMENT"
 """Variables of a pod: its index, its place made of that, and the secret, which the bootstrap takes out."""
 NAME_LENGTH = 50
 """Of a Job's name before `-worker`: its pods' host names (`NAME-worker-65535`) may have 63 characters."""
@@ -69,6 +71,8 @@ KEPT_S = 300
 """How long Kubernetes keeps a Job that has ended and was not deleted."""
 BOOT_S = 86400.0
 """How long a pod tries to reach the coordinator: others may be pending for long. The lease ends it before."""
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""What a pod with a ServiceAccount's token has, by which kubectl finds the cluster."""
 EXPLAIN_S = 4.0
 GONE_S = 5.0
 """How long a job that is deleted is waited for, before its pods on lost nodes are given up."""
@@ -80,6 +84,7 @@ UNREACHABLE = (
 )
 RIGHTS = (
     ("create", "jobs"),
+    ("get", "jobs"),
     ("list", "jobs"),
     ("patch", "jobs"),
     ("delete", "jobs"),
@@ -145,6 +150,7 @@ class Kubernetes(Engine):
         self.options = options = submission.options
         why = "Kubernetes has no such queues"
         refuse_queue_options(options._replace(time_s=None), why, "use --namespace and --node-selector")
+        _matched("--namespace", options.own.get("namespace", ""), f"({_NAME})?", "a namespace's name")
         for group in submission.groups:
             pod_spec(submission, group.role, group.needs)  # refuses what the options cannot be
         try:
@@ -309,15 +315,15 @@ class Kubernetes(Engine):
 
     def examine(self) -> Iterator[CheckResult]:
         """Look for kubectl, the cluster, what this user may do there, Pod Security, and nodes."""
-        version = json.loads(self._ask((), "version", "--output=json"))
-        server = version["serverVersion"]
-        is_new = tuple(int(re.sub(r"\D", "", server[each])) for each in ("major", "minor")) >= (1, 29)
-        client = version["clientVersion"]["gitVersion"]
-        yield CheckResult(is_new, f"kubectl {client}, Kubernetes {server['gitVersion']}", "1.29 or newer is needed")
+        server = json.loads(self._ask((), "get", "--raw=/version"))
+        number = [int(re.sub(r"\D", "", server[each]) or 0) for each in ("major", "minor")]
+        is_old = [0, 0] < number < [1, 29]
+        yield CheckResult(not is_old, f"Kubernetes {server['gitVersion']}", "1.29 or newer is needed")
         context = self._context()
         words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
-        namespace = self.options.own.get("namespace") or (self._ask((), *words) if context else "") or "default"
-        where = f"context {context}" if context else "no context: inside the cluster"
+        own = self._ask((), *words) if context else text_of(ACCOUNT / "namespace")
+        namespace = self.options.own.get("namespace") or own or "default"
+        where = f"context {context}" if context else "inside the cluster"
         yield CheckResult(True, f"{where}; namespace {namespace}")
         may_not = [" ".join(each) for each in RIGHTS if execute((*self._where(""), "auth", "can-i", *each)).code]
         text = (
