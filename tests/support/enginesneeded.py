@@ -1,4 +1,4 @@
-"""Which engines a run of the tests must not do without: `DISTRUN_ENGINES=sge,slurm,mpi,yarn`, or some of them."""
+"""Which engines a run of the tests must not do without: `DISTRUN_ENGINES=sge,slurm,mpi,yarn,kubernetes`, or some."""
 
 from __future__ import annotations
 

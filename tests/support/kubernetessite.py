@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import kubernetes
 import pytest
+from distrun_cli import wait_until
 from enginesneeded import is_required
 from hostlab import Process, Unavailable
-from distrun_cli import wait_until
 from lab import ROOT, Done, Running, Site, shared_folders
 
 
@@ -53,7 +53,7 @@ def needed(why: str) -> None:
         pytest.skip(why)
 
 
-def site(count: int, share: list[Path] | None = None) -> Iterator[KubernetesSite]:
+def site(count: int, share: list[Path] | None = None) -> Generator[KubernetesSite, None, None]:
     """Bring up a lab with a cluster, and down again."""
     needed(kubernetes.why_not())
     try:
