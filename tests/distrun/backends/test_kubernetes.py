@@ -1,7 +1,7 @@
 """The Kubernetes engine, as far as it needs no cluster: what is created, and what the cluster's own words mean.
 
-The files in `kubernetes/*.json` were printed by kubectl from a real API server, scheduler and controllers 1.34.4, without
-`managedFields`; what a kubelet writes came from the one of the tests.
+The files in `kubernetes/*.json` were printed by kubectl from a real API server, scheduler and controllers 1.34.4,
+without `managedFields`; what a kubelet writes came from the one of the tests.
 """
 
 from __future__ import annotations
