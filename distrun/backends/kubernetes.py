@@ -14,7 +14,6 @@ deadline of a JobSet's Jobs cannot be changed. What kubectl prints is read by `k
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
 import re
@@ -54,7 +53,7 @@ from distrun.backends.engine import (
 from distrun.backends.kubernetes_answers import HOST_NOTE, INDEX, JOB_LABEL, ROLE_LABEL, USER_LABEL, Objects
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, process
 
 JOBS = "jobs.json"
 """Name of the Jobs' text in the folder of the submission."""
@@ -142,6 +141,8 @@ class Kubernetes(Engine):
         """Of the job that this process submitted, until its deadline is the last one."""
         self._ran_at: float | None = None
         """When all pods were first seen to run."""
+        self._places: frozenset[str] = frozenset()
+        """Those of a job that has run."""
 
     # ------------------------------------------------------------------ before submitting
 
@@ -161,9 +162,7 @@ class Kubernetes(Engine):
             return KubernetesPreparation()
         note = ""
         with contextlib.suppress(EngineError):  # it may not look at nodes
-            gpu = options.own.get("gpu_resource") or GPU
-            nodes = answers.room(self._ask((), "get", "nodes", "--output=json"), gpu)
-            note = too_big(submission, nodes)
+            note = too_big(submission, self._nodes())
         return KubernetesPreparation(note, context, user, socket.gethostname())
 
     def render(self, submission: Submission) -> Script:
@@ -193,8 +192,8 @@ class Kubernetes(Engine):
     def _user(self) -> str:
         """Return a label for the user: as the cluster knows it, and by the login here. Raises EngineError."""
         words = ("auth", "whoami", "--output=jsonpath={.status.userInfo.username}")
-        known = execute((*self._where(""), *words), MISSING).out  # a cluster before 1.28 does not say
-        return hashlib.sha256(f"{known}/{getpass.getuser()}".encode()).hexdigest()[:16]
+        known = execute((*self._where(""), *words), MISSING).out  # nothing, if the cluster does not let it ask
+        return hashlib.sha256(f"{known}/{process.user_name()}".encode()).hexdigest()[:16]
 
     # ------------------------------------------------------------------ the job in the cluster
 
@@ -225,11 +224,12 @@ class Kubernetes(Engine):
             text = "it was deleted" if self._seen.jobs else "Kubernetes does not know it"
             return QueueStatus(ENDED, text, why=None if self._is_cancelled else answers.explanation(found, ""))
         self._seen = found
-        status = answers.standing(found, self._ran_at is not None)
+        status = answers.standing(found, self._places)
         if status.state == QUEUED:
             status = self._with_warning(handle, found, status)
         if status.state == RUNNING and self._ran_at is None:
             self._ran_at = time.monotonic()
+            self._places = frozenset(each.place for each in status.grants)
         if status.state == ENDED:
             self.cancel(handle)
         elif self._lease is not None:
@@ -305,7 +305,7 @@ class Kubernetes(Engine):
     def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs in the namespace."""
         context = self._context()
-        text = self._ask((), "get", "jobs", f"--selector={USER_LABEL}={self._user()}", "--output=json")
+        text = self._ask(None, "get", "jobs", f"--selector={USER_LABEL}={self._user()}", "--output=json")
         found = {}
         for job in Objects.of(text).jobs:
             handle = Handle(self.name, job.marker, {"context": context, "namespace": job.namespace})
@@ -315,13 +315,13 @@ class Kubernetes(Engine):
 
     def examine(self) -> Iterator[CheckResult]:
         """Look for kubectl, the cluster, what this user may do there, Pod Security, and nodes."""
-        server = json.loads(self._ask((), "get", "--raw=/version"))
+        server = json.loads(self._ask(None, "get", "--raw=/version"))
         number = [int(re.sub(r"\D", "", server[each]) or 0) for each in ("major", "minor")]
         is_old = [0, 0] < number < [1, 29]
         yield CheckResult(not is_old, f"Kubernetes {server['gitVersion']}", "1.29 or newer is needed")
         context = self._context()
         words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
-        own = self._ask((), *words) if context else text_of(ACCOUNT / "namespace")
+        own = self._ask(None, *words) if context else text_of(ACCOUNT / "namespace")
         namespace = self.options.own.get("namespace") or own or "default"
         where = f"context {context}" if context else "inside the cluster"
         yield CheckResult(True, f"{where}; namespace {namespace}")
@@ -332,9 +332,7 @@ class Kubernetes(Engine):
         yield CheckResult(not may_not, text, f"ask the administrators for a Role with these in {namespace}")
         yield self._pod_security(namespace)
         try:
-            nodes = answers.room(
-                self._ask((), "get", "nodes", "--output=json"), self.options.own.get("gpu_resource") or GPU
-            )
+            nodes = self._nodes()
         except EngineError:
             yield CheckResult(True, "nodes: this user may not look at them; a lost one is told by its pods")
             return
@@ -345,7 +343,7 @@ class Kubernetes(Engine):
     def _pod_security(self, namespace: str) -> CheckResult:
         label = r"pod-security\.kubernetes\.io/enforce"
         try:
-            level = self._ask((), "get", "namespace", namespace, f"--output=jsonpath={{.metadata.labels.{label}}}")
+            level = self._ask(None, "get", "namespace", namespace, f"--output=jsonpath={{.metadata.labels.{label}}}")
         except EngineError:
             return CheckResult(True, "Pod Security: this user may not look at the namespace")
         text = f"Pod Security of {namespace}: {level or 'no level is enforced'}"
@@ -353,13 +351,17 @@ class Kubernetes(Engine):
 
     # ------------------------------------------------------------------ asking
 
+    def _nodes(self) -> list[Needs]:
+        """Return what each node has in all. Raises EngineError: this user may not look at them."""
+        return answers.room(self._ask(None, "get", "nodes", "--output=json"), gpu_resource(self.options))
+
     def _objects(self, handle: Handle) -> Objects:
         return Objects.of(self._ask(handle, "get", "jobs,pods", _selected(handle.id), "--output=json"))
 
-    def _ask(self, where: Handle | tuple[()], *words: str) -> str:
-        """Return what kubectl prints, where a job is or where the options say. Raises EngineError."""
-        more = where.more if isinstance(where, Handle) else {"context": "", "namespace": ""}
-        return self._run((*self._where(more["context"], more["namespace"]), *words))
+    def _ask(self, handle: Handle | None, *words: str) -> str:
+        """Return what kubectl prints, asked where a job is; None: where the options say. Raises EngineError."""
+        where = self._where(handle.more["context"], handle.more["namespace"]) if handle else self._where("")
+        return self._run((*where, *words))
 
     @staticmethod
     def _run(argv: Sequence[str], text: str = "") -> str:

@@ -9,7 +9,7 @@ effects.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +44,9 @@ NODE_REASONS = frozenset(
 )
 """A pod's own reasons that its node is the cause."""
 UNSCHEDULED_LENGTH = 200
+DEADLINE = "DeadlineExceeded"
+"""A Job's reason that it reached `activeDeadlineSeconds`."""
+FORGOTTEN = "its launcher did not put off its deadline for 5 minutes, as when this machine sleeps"
 
 
 class Reason(NamedTuple):
@@ -205,18 +208,24 @@ class Objects(NamedTuple):
         return Objects(jobs, [Pod.of(each) for each in pods])
 
 
-def standing(found: Objects, has_run: bool) -> QueueStatus:
+def standing(found: Objects, places: Set[str] = frozenset()) -> QueueStatus:
     """Return how a job stands.
 
     Args:
         found: its objects; it has one Job at least.
-        has_run: all its pods have run at once. Before that, a pod that has ended ends the job: it gets no other one.
+        places: those of a job all of whose pods have run at once. Before that, a pod that has ended ends the job: it
+            gets no other one.
     """
     if all(job.is_over for job in found.jobs):
+        if not places and any(job.failed.word == DEADLINE for job in found.jobs):
+            return QueueStatus(ENDED, FORGOTTEN)
         text = "; ".join(filter(None, (str(job.failed) for job in found.jobs)))
-        return QueueStatus(ENDED, text, why=None if has_run else explanation(found, ""))
+        return QueueStatus(ENDED, text, why=None if places else explanation(found, ""))
     gone = {pod.place: str(pod.ended) or str(pod.why) or "its pod has ended" for pod in found.pods if pod.is_over}
-    if not has_run:
+    if places:
+        there = {pod.place for pod in found.pods}
+        gone.update(dict.fromkeys(sorted(places - there), "its pod was deleted"))
+    else:
         for pod in found.pods:
             told = pod.explanation()
             if told is not None or pod.is_over:
@@ -224,7 +233,7 @@ def standing(found: Objects, has_run: bool) -> QueueStatus:
                 return QueueStatus(ENDED, f"{text}: {told.text if told else gone[pod.place]}", why=told)
     wanted = sum(job.wanted for job in found.jobs)
     up = [pod for pod in found.pods if pod.phase == "Running" or pod.is_over]
-    if has_run or len(up) == wanted:
+    if places or len(up) == wanted:
         grants = tuple(Grant(pod.place, pod.node, {pod.role: 1}) for pod in found.pods)
         return QueueStatus(RUNNING, "", grants, gone)
     first = next((f"; {pod.place}: {pod.pending()}" for pod in found.pods if pod.phase == "Pending"), "")
@@ -262,7 +271,7 @@ def explanation(found: Objects, place: str) -> Explanation | None:
         told = pod.explanation() if place in ("", pod.place) else None
         if told is not None:
             return told
-    if any(job.failed.word == "DeadlineExceeded" for job in found.jobs):
+    if any(job.failed.word == DEADLINE for job in found.jobs):
         return Explanation(facts.EXIT_TIMEOUT, "Kubernetes: the job reached its time limit; raise --time")
     if not found.jobs or any(job.is_deleted for job in found.jobs):
         return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")

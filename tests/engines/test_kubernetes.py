@@ -20,7 +20,7 @@ from backendcontract import STAY, BackendContract
 from kubernetessite import KubernetesSite, site
 from lab import ROOT, Done, Running, wait_until
 
-from distrun.backends.kubernetes import RIGHTS
+from distrun.backends.kubernetes import KEPT_S, LEASE_S, RIGHTS, SETTLED_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -181,14 +181,14 @@ def test_a_killed_launcher_leaves_nothing(lab: PodSite) -> None:
     wait_until(lambda: not lab.leftovers(), 30, "the agents have ended")
     # The Jobs have ended by themselves; Kubernetes keeps them for a time that is written in them.
     wait_until(lambda: all(job["status"].get("conditions") for job in lab.cluster.get("jobs")), 30, "the Jobs ended")
-    assert [job["spec"]["ttlSecondsAfterFinished"] for job in lab.cluster.get("jobs")] == [300]
+    assert [job["spec"]["ttlSecondsAfterFinished"] for job in lab.cluster.get("jobs")] == [KEPT_S]
 
 
 def test_a_job_that_waits_goes_when_its_launcher_is_killed_and_the_lease_is_over(lab: PodSite) -> None:
     running = lab.begin_launch("-n", "2", "-s", "0", "--worker-cores", "64", "true")
     wait_until(lambda: "Insufficient" in running.err, 30, "it waits")
     [job] = lab.cluster.get("jobs")
-    assert job["spec"]["activeDeadlineSeconds"] == 300
+    assert deadlines(lab) == [LEASE_S]
     coordinator = running.coordinator()
     running.signal(signal.SIGKILL)
     os.kill(coordinator, signal.SIGKILL)
@@ -196,6 +196,21 @@ def test_a_job_that_waits_goes_when_its_launcher_is_killed_and_the_lease_is_over
     patch = json.dumps({"spec": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 1}})
     lab.cluster.kubectl("patch", "job", job["metadata"]["name"], "--type=merge", "-p", patch)
     wait_until(lambda: not lab.cluster.left(), 30, "nothing is left in Kubernetes")
+
+
+def test_a_job_whose_agents_are_connected_has_no_deadline_but_that_of_the_user(lab: PodSite) -> None:
+    running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY)
+    up(running, 2)
+    assert deadlines(lab) == [LEASE_S]
+    wait_until(lambda: deadlines(lab) == [None], SETTLED_S + 30, "the lease is over")
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130
+    lab.nothing_stays()
+
+
+def deadlines(lab: PodSite) -> list[int | None]:
+    """What Kubernetes lets the job's Jobs last."""
+    return [job["spec"].get("activeDeadlineSeconds") for job in lab.cluster.get("jobs")]
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["running", "queued"])
@@ -276,6 +291,37 @@ def test_an_evicted_pod_is_explained(lab: PodSite) -> None:
     lab.cluster.evict(lab[node])
     assert running.wait() == 7, running.err
     assert "Kubernetes: evicted: The node was low on resource: memory" in running.err
+    lab.nothing_stays()
+
+
+def test_a_pod_of_a_node_that_is_drained_is_explained(lab: PodSite) -> None:
+    # Its task takes longer to end than distrun looks at pods: the API forgets why a pod was evicted when it has gone.
+    slow = "trap '' TERM; echo up; while :; do sleep 0.1; done"
+    running = lab.begin_launch("--grace", "13", "-n", "2", "-s", "0", slow)
+    up(running, 2)
+    [name, _] = [pod["metadata"]["name"] for pod in pods(lab)]
+    about = {"name": name, "namespace": kubernetes.NAMESPACE}
+    asked = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about})
+    path = f"/api/v1/namespaces/{kubernetes.NAMESPACE}/pods/{name}/eviction"
+    lab.cluster.kubectl("create", f"--raw={path}", "--filename=-", text=asked)
+    assert running.wait() == 7, running.err
+    assert "Kubernetes: evicted, as when its node is drained (EvictionByEvictionAPI)" in running.err
+    lab.nothing_stays()
+
+
+def test_a_preempted_pod_is_explained(lab: PodSite) -> None:
+    urgent = {"metadata": {"name": "urgent"}, "value": 1000, "apiVersion": "scheduling.k8s.io/v1"}
+    container = {"name": "one", "image": "debian:12", "command": ["true"], "resources": {"limits": {"cpu": 3}}}
+    pod = {"restartPolicy": "Never", "priorityClassName": "urgent", "containers": [container]}
+    running = lab.begin_launch(*SHORT, "-n", "3", "-s", "0", "--worker-cores", "3", STAY)
+    up(running, 3)
+    lab.cluster.create({"kind": "PriorityClass", **urgent})
+    try:
+        lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "urgent"}, "spec": pod})
+        assert running.wait() == 7, running.err
+        assert "Kubernetes: preempted by a pod of higher priority" in running.err
+    finally:
+        lab.cluster.kubectl("delete", "pod,priorityclass", "urgent")
     lab.nothing_stays()
 
 

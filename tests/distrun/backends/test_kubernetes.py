@@ -199,8 +199,8 @@ def objects(name: str) -> Objects:
     return Objects.of((HERE / f"{name}.json").read_text())
 
 
-def standing(name: str, has_run: bool = False) -> QueueStatus:
-    return answers.standing(objects(name), has_run)
+def standing(name: str) -> QueueStatus:
+    return answers.standing(objects(name))
 
 
 def test_pending_pods_say_what_the_scheduler_says() -> None:
@@ -246,8 +246,8 @@ def test_what_kubernetes_did_to_a_pod_is_the_explanation_of_its_place(name: str,
     assert told.code == code
     assert told.text.startswith(text)
     assert answers.explanation(found, "worker-9") != told
-    assert answers.standing(found, has_run=True).gone.keys() == {place}
-    assert answers.standing(found, has_run=False).state == ENDED
+    assert answers.standing(found, {"worker-0", "worker-1"}).gone.keys() == {place}
+    assert answers.standing(found).state == ENDED
 
 
 def test_a_quota_is_a_refusal_and_other_warnings_are_not() -> None:
@@ -318,13 +318,17 @@ def test_a_job_or_pod_that_was_deleted_by_others_ends_with_143() -> None:
     told = answers.explanation(one_less, "worker-1")
     assert told is not None
     assert told.code == 143
+    assert answers.standing(one_less, {"worker-0", "worker-1"}).gone == {"worker-1": "its pod was deleted"}
 
 
 def test_a_job_whose_time_is_over_ends_with_124() -> None:
     found = objects("deadline")
     told = answers.explanation(found, "worker-0")
     assert told == Explanation(124, "Kubernetes: the job reached its time limit; raise --time")
-    assert answers.standing(found, has_run=True).state == ENDED
+    assert answers.standing(found, {"worker-0", "worker-1"}).state == ENDED
+    waited = answers.standing(found)
+    assert (waited.state, waited.why) == (ENDED, None)
+    assert "did not put off its deadline for 5 minutes" in waited.text
 
 
 def test_a_node_that_is_not_ready_is_lost_and_says_why() -> None:
