@@ -134,7 +134,7 @@ class Kubernetes(Engine):
 
     def __init__(self) -> None:
         self._seen = Objects((), ())
-        """What was last seen of the job that this process submitted."""
+        """All that was seen of the job that this process submitted, as it was last."""
         self._is_cancelled = False
         """By this process."""
         self._lease: JobDeadline | None = None
@@ -223,7 +223,6 @@ class Kubernetes(Engine):
         if not found.jobs:
             text = "it was deleted" if self._seen.jobs else "Kubernetes does not know it"
             return QueueStatus(ENDED, text, why=None if self._is_cancelled else answers.explanation(found, ""))
-        self._seen = found
         status = answers.standing(found, self._places)
         if status.state == QUEUED:
             status = self._with_warning(handle, found, status)
@@ -281,11 +280,9 @@ class Kubernetes(Engine):
         """Return what the job's objects say, the last ones that were seen of it; waits a little for a pod's end."""
         for _ in tries(EXPLAIN_S):
             found = self._objects(handle)
-            if found.jobs:
-                self._seen = found
-            elif self._is_cancelled:
+            if not found.jobs and self._is_cancelled:
                 found = self._seen
-            told = answers.explanation(found, place) or answers.explanation(self._seen, place)
+            told = answers.explanation(found, place, self._seen.pods)
             if told is not None:
                 return told
             mine = next((pod for pod in found.pods if pod.place == place), None)
@@ -356,7 +353,9 @@ class Kubernetes(Engine):
         return answers.room(self._ask(None, "get", "nodes", "--output=json"), gpu_resource(self.options))
 
     def _objects(self, handle: Handle) -> Objects:
-        return Objects.of(self._ask(handle, "get", "jobs,pods", _selected(handle.id), "--output=json"))
+        found = Objects.of(self._ask(handle, "get", "jobs,pods", _selected(handle.id), "--output=json"))
+        self._seen = self._seen.then(found)
+        return found
 
     def _ask(self, handle: Handle | None, *words: str) -> str:
         """Return what kubectl prints, asked where a job is; None: where the options say. Raises EngineError."""

@@ -207,6 +207,11 @@ class Objects(NamedTuple):
         pods = [each for each in found if each["kind"] == "Pod" and INDEX in each["metadata"].get("annotations", {})]
         return Objects(jobs, [Pod.of(each) for each in pods])
 
+    def then(self, later: Objects) -> Objects:
+        """Return all objects as they were last seen, also those that have gone since."""
+        pods = {pod.name: pod for pod in (*self.pods, *later.pods)}
+        return Objects(later.jobs or self.jobs, list(pods.values()))
+
 
 def standing(found: Objects, places: Set[str] = frozenset()) -> QueueStatus:
     """Return how a job stands.
@@ -265,9 +270,12 @@ def refusal(warning: Reason) -> str:
     return text[text.find("forbidden: ") + len("forbidden: ") :] if "forbidden: " in text else text
 
 
-def explanation(found: Objects, place: str) -> Explanation | None:
-    """Return why Kubernetes ended a place, or the job (`place` empty), as far as its objects say it."""
-    for pod in found.pods:
+def explanation(found: Objects, place: str, before: Sequence[Pod] = ()) -> Explanation | None:
+    """Return why Kubernetes ended a place, or the job (`place` empty), as far as its objects say it.
+
+    `before`: its pods as they were last seen, also those that have gone.
+    """
+    for pod in (*found.pods, *before):
         told = pod.explanation() if place in ("", pod.place) else None
         if told is not None:
             return told

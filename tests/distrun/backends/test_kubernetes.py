@@ -321,6 +321,17 @@ def test_a_job_or_pod_that_was_deleted_by_others_ends_with_143() -> None:
     assert answers.standing(one_less, {"worker-0", "worker-1"}).gone == {"worker-1": "its pod was deleted"}
 
 
+def test_a_pod_that_has_gone_is_explained_by_what_was_last_seen_of_it() -> None:
+    evicted = objects("evicted")
+    [failed] = [each for each in evicted.pods if each.phase == "Failed"]
+    now = evicted._replace(pods=[each for each in evicted.pods if each is not failed])
+    seen = evicted.then(now)
+    assert {each.place for each in seen.pods} == {"worker-0", "worker-1"}
+    told = answers.explanation(now, failed.place, seen.pods)
+    assert told is not None
+    assert told.code == 7
+
+
 def test_a_job_whose_time_is_over_ends_with_124() -> None:
     found = objects("deadline")
     told = answers.explanation(found, "worker-0")
