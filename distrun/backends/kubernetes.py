@@ -95,6 +95,7 @@ RIGHTS = (
 """What a launch does in its namespace. It also looks at nodes, if it may."""
 HINTS = {
     "exceeded quota": "ask for less, or wait until others have ended; kubectl describe resourcequota shows it",
+    "must specify": "say what each task needs: --worker-cores, --worker-memory, --server-cores, --server-memory",
     "podsecurity": "the namespace wants users without root: name one of the image, run_as = UID in [kubernetes] of the"
     " configuration file; or use another --namespace",
     "unknown field": "Kubernetes 1.29 or newer is needed; kubectl version shows the server's",

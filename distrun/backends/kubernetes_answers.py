@@ -127,7 +127,7 @@ class Pod:
         told = self.conditions.get("PodScheduled", {})
         if told.get("status") == "False":
             return one_line(told.get("message") or told.get("reason") or "not scheduled", UNSCHEDULED_LENGTH)
-        return f"{self.waits.word or 'starts'} on {self.node}" if self.node else "not scheduled yet"
+        return f"{self.waits if self.waits.word else 'starts'} on {self.node}" if self.node else "not scheduled yet"
 
     def explanation(self) -> Explanation | None:
         """Return why Kubernetes ended it, or cannot start it; None: it does not say."""

@@ -275,6 +275,34 @@ def test_pod_security_is_the_cause_and_says_how_a_user_is_named(lab: PodSite) ->
     lab.nothing_stays()
 
 
+def test_a_quota_of_memory_asks_for_what_each_task_needs(lab: PodSite) -> None:
+    lab.cluster.kubectl("create", "quota", "memory", "--hard=limits.memory=1Gi")
+    done = lab.launch("-n", "1", "-s", "0", "true")
+    assert done.code == 5, done.err
+    assert "must specify limits.memory" in done.err
+    assert "--worker-memory" in done.err
+    lab.nothing_stays()
+
+
+def test_a_volume_that_is_not_there_is_told_while_the_job_waits(lab: PodSite) -> None:
+    running = lab.begin_launch("-n", "1", "-s", "0", "--volume", "configmap/none:/tmp/none", "true")
+    wait_until(lambda: '"none" not found on h' in running.err, 60, "it is told")
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130
+    lab.nothing_stays()
+
+
+def test_jobs_whose_launcher_was_killed_while_it_created_them_go_by_themselves(lab: PodSite) -> None:
+    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes" / "plain.golden"
+    jobs = json.loads(golden.read_text().partition("$ kubectl")[0])
+    for job in jobs["items"]:
+        assert job["spec"]["parallelism"] == 0
+        # Both times are minutes, and made shorter here.
+        job["spec"].update(activeDeadlineSeconds=1, ttlSecondsAfterFinished=1)
+    lab.cluster.create(*jobs["items"])
+    wait_until(lambda: not lab.cluster.left(), 30, "nothing is left in Kubernetes")
+
+
 def test_out_of_memory_is_explained(lab: PodSite) -> None:
     greedy = "[ $DISTRUN_RANK = 0 ] && exec python3 -c 'b = bytearray(600 << 20); input()'; exec sleep 60"
     done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "2", "-s", "0", greedy)

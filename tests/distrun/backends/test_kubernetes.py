@@ -6,6 +6,7 @@ without `managedFields`; what a kubelet writes came from the one of the tests.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ import pytest
 
 from distrun.backends import kubernetes_answers as answers
 from distrun.backends.bootstrap import Bootstrap
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, QueueStatus, RoleGroup, Submission
+from distrun.backends.engine import (
+    ENDED,
+    QUEUED,
+    RUNNING,
+    EngineError,
+    Explanation,
+    QueueStatus,
+    RoleGroup,
+    Submission,
+    examined,
+)
 from distrun.backends.kubernetes import (
     LEASE_S,
     NAME_LENGTH,
@@ -146,6 +157,17 @@ def test_an_option_that_cannot_be_is_named_before_anything_is_created(asked: Eng
     with pytest.raises(UsageError) as found:
         Kubernetes().prepare(submission(asked))
     assert message in str(found.value)
+
+
+def test_without_kubectl_a_job_is_only_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = submission(options())
+    assert Kubernetes().prepare(dataclasses.replace(asked, is_dry=True)) == KubernetesPreparation()
+    with pytest.raises(EngineError, match="kubectl is not on this machine") as found:
+        Kubernetes().prepare(asked)
+    assert "kubectl = PATH in [kubernetes]" in found.value.hint
+    [only] = examined(Kubernetes())
+    assert not only.ok
 
 
 def test_a_task_that_no_node_has_room_for_is_told() -> None:
