@@ -104,22 +104,20 @@ def condition(lab: KubernetesSite) -> str:
 
 
 def test_the_pods_of_a_job_run_on_all_nodes_and_one_that_fails_gives_its_exit_code(lab: KubernetesSite) -> None:
-    begin(
-        lab,
-        'echo "$JOB_COMPLETION_INDEX $ADDRESS $(hostname)"; sleep 2; exit $((JOB_COMPLETION_INDEX == 1 ? 7 : 0))',
-        3,
-    )
-    wait_until(lambda: "terminated" in state(pods(lab)[1]), LIMIT_S, "the second one has ended")
+    begin(lab, 'echo "$JOB_COMPLETION_INDEX $ADDRESS $(hostname)"; until [ -e /tmp/go ]; do sleep 0.1; done; exit 7', 3)
+    running(lab, 3)
+    nodes = [pod["spec"]["nodeName"] for pod in pods(lab)]
+    assert sorted(nodes) == ["h1", "h2", "h3"]
+    lab[nodes[1]].exec("touch", "/tmp/go")
     assert condition(lab) == "Failed BackoffLimitExceeded"
-    first, second, third = pods(lab)
-    assert sorted(pod["spec"]["nodeName"] for pod in (first, second, third)) == ["h1", "h2", "h3"]
-    assert (second["status"]["phase"], state(second)["terminated"]["exitCode"]) == ("Failed", 7)
-    told = lab.run("kubectl", "logs", second["metadata"]["name"])
-    assert told.out == f"1 {second['status']['podIP']} job-1\n", told.err
+    pod = next(pod for pod in pods(lab) if pod["metadata"]["annotations"][INDEX] == "1")
+    assert state(pod)["terminated"]["exitCode"] == 7
+    told = lab.run("kubectl", "logs", pod["metadata"]["name"])
+    assert told.out == f"1 {lab[nodes[1]].address} job-1\n", told.err
 
 
 def test_a_pod_above_its_memory_is_killed(lab: KubernetesSite) -> None:
-    begin(lab, "head -c 200M /dev/zero | tail", resources={"limits": {"memory": "64Mi"}})
+    begin(lab, "head -c 200M /dev/zero | tail | sleep 60", resources={"limits": {"memory": "64Mi"}})
     pod = shown(lab, lambda pod: state(pod).get("terminated"), "it has ended")
     assert (state(pod)["terminated"]["reason"], state(pod)["terminated"]["exitCode"]) == ("OOMKilled", 137)
 
@@ -236,6 +234,7 @@ def test_deleting_a_job_asks_its_pods_to_end_and_leaves_nothing(lab: KubernetesS
     running(lab, 3)
     [name, *_] = [pod["metadata"]["name"] for pod in pods(lab)]
     follows = lab.spawn("kubectl", "logs", "--follow", name)
+    wait_until(lambda: follows.out == "up\n", LIMIT_S, "it shows the log")
     assert lab.run("kubectl", "delete", "job", "job").code == 0
     lab.nothing_stays()
     assert follows.wait() == 0

@@ -7,7 +7,10 @@
 The control plane runs in the launcher's place, the program of `kubelet.py` on each host. What there is not: images,
 kube-proxy (no addresses of Services), a network of pods' own (a pod has its host's address), network policies.
 
-DISTRUN_KUBERNETES names a folder with the programs; otherwise they are in a folder of `CACHE`.
+A node vanishes with its host (`Host.poweroff`), and is one again when its host has booted and `start` was called.
+
+DISTRUN_KUBERNETES names a folder with the programs; otherwise they are in a folder of `CACHE`. It may not be
+below /tmp, /run or a home, of which hosts have their own.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ def why_not() -> str:
 
 
 def install() -> Path:
-    """Build the programs, if they are not there; return their folder. Takes the minutes; see CONTRIBUTING.md.
+    """Build the programs, if they are not there; return their folder. Takes minutes.
 
     Another process that builds them is waited for. An interrupted build leaves nothing of its own; what Go had
     compiled is in Go's cache, so the next one goes on from there.
