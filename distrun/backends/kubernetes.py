@@ -110,6 +110,7 @@ _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"{_NAME}(\.{_NAME})*"
 _WORD = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 _KEY = rf"({_SUBDOMAIN}/)?{_WORD}"
+_PATH = r"[^:\x00-\x1f]"
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
@@ -130,7 +131,7 @@ class Kubernetes(Engine):
 
     name = "kubernetes"
     hides = (INDEX_VARIABLE, PLACE, "JOB_COMPLETION_INDEX")
-    dial_s = 30.0
+    dial_s = 45.0  # a pod may try several addresses in vain, for 5 s each
     unreachable = UNREACHABLE
 
     def __init__(self) -> None:
@@ -441,10 +442,11 @@ def pod_spec(submission: Submission, role: str, needs: Needs) -> dict[str, Any]:
     limits = {"cpu": needs.cores, "memory": needs.memory, gpu_resource(submission.options): needs.gpus}
     mounts, volumes = volumes_of(own.get("volume", ()))
     user = run_as(config)
+    start = submission.bootstrap._replace(limit_s=BOOT_S)
     agent = {
         "name": "agent",
         "image": image(submission.options),
-        "command": [*submission.bootstrap._replace(limit_s=BOOT_S).command(submission.python, *_VARIABLES)],
+        "command": [*start.command(submission.python, f"env:{PLACE}", f"env:{SECRET}")],
         "env": [
             {"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
             {"name": PLACE, "value": f"{role}-$({INDEX_VARIABLE})"},
@@ -513,7 +515,7 @@ def volumes_of(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[st
         match = _matched(
             "--volume",
             text,
-            rf"(?P<source>(?P<kind>pvc|configmap)/(?P<name>{_SUBDOMAIN})|empty|memory|/[^:]*):(?P<path>/[^:]+)(?P<ro>:ro)?",
+            rf"(?P<source>(?P<kind>pvc|configmap)/(?P<name>{_SUBDOMAIN})|empty|memory|/{_PATH}*):(?P<path>/{_PATH}+)(?P<ro>:ro)?",
             "SOURCE:DIR[:ro], where SOURCE is pvc/NAME, configmap/NAME, a folder /DIR of the node, empty or memory",
         )
         if match["path"] in [each["mountPath"] for each in mounts]:
@@ -573,9 +575,6 @@ def owned_secret(submission: Submission, owners: Sequence[answers.RoleJob]) -> d
         ],
     }
     return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "stringData": {"enrolment": submission.secret}}
-
-
-_VARIABLES = (f"env:{PLACE}", f"env:{SECRET}")
 
 
 def _selected(marker: str) -> str:

@@ -6,12 +6,15 @@ without `managedFields`; what a kubelet writes came from the one of the tests.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distrun.backends import kubernetes_answers as answers
 from distrun.backends.bootstrap import Bootstrap
@@ -35,7 +38,10 @@ from distrun.backends.kubernetes import (
     KubernetesPreparation,
     base_name,
     owned_secret,
+    selector_of,
+    toleration_of,
     too_big,
+    volumes_of,
 )
 from distrun.backends.kubernetes_answers import Objects, Reason
 from distrun.errors import UsageError
@@ -157,6 +163,26 @@ def test_an_option_that_cannot_be_is_named_before_anything_is_created(asked: Eng
     with pytest.raises(UsageError) as found:
         Kubernetes().prepare(submission(asked))
     assert message in str(found.value)
+
+
+WORDS = st.lists(
+    st.sampled_from(["pvc", "empty", "memory", "configmap", "/", ":", "ro", "a", "B", "=", ".", "$(X)", "\n"])
+)
+
+
+@given(st.builds(str.__add__, st.sampled_from(["empty:/", "pvc/a:/", "/a:/", "a=", ""]), WORDS.map("".join)))
+def test_whatever_is_typed_is_a_usage_error_or_what_the_api_takes(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        [mount], [volume] = volumes_of([text])
+        assert mount["mountPath"].startswith("/")
+        assert not {":", "\n"} & set(mount["mountPath"])
+        assert len(volume) == 2
+    with contextlib.suppress(UsageError):
+        [(key, value)] = selector_of([text]).items()
+        assert f"{key}={value}" == text
+    with contextlib.suppress(UsageError):
+        toleration = toleration_of(text)
+        assert (toleration["operator"] == "Equal") == ("=" in text) == ("value" in toleration)
 
 
 def test_without_kubectl_a_job_is_only_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
