@@ -132,8 +132,8 @@ def _engine(make: Callable[..., Option], name: str, *words: str, member: str, **
     return make(name, *words, member=f"engine.{member}", **{"launchers": ENGINES, **more})
 
 
-def _own(name: str, value: str, launcher: str, help: str) -> Option:
-    return _engine(text, name, help, value, member=f"own.{name[2:].replace('-', '_')}", launchers=launcher)
+def _own(name: str, value: str, launcher: str, help: str, make: Callable[..., Option] | None = None) -> Option:
+    return _engine(make or text, name, help, value, member=f"own.{name[2:].replace('-', '_')}", launchers=launcher)
 
 
 def _needs(role: str) -> tuple[Option, ...]:
@@ -292,7 +292,8 @@ _MPI = (
     _own("--mpi-flavor", "NAME", "mpi", "Make of mpirun: openmpi4, openmpi5, mpich, intel. [default: asked]"),
     _own("--mpirun", "PATH", "mpi", "The mpirun program (mpi)."),
 )
-SITE = (*_YARN, *_MPI)
+_KUBERNETES = (_own("--namespace", "NAME", "kubernetes", "Namespace (kubernetes). [default: kubectl's]"),)
+SITE = (*_YARN, *_MPI, *_KUBERNETES)
 """Options that say which engine is meant, of all commands that speak to one."""
 
 TABLE: Mapping[str, tuple[Option, ...]] = {
@@ -339,6 +340,25 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         _own("--node-label", "NAME", "yarn", "Label of the nodes (yarn)."),
         _own("--docker-image", "IMAGE", "yarn", "Image of the containers (yarn)."),
         *_MPI,
+        _own("--image", "IMAGE", "kubernetes", "Image of the pods; it has python3 (kubernetes)."),
+        *_KUBERNETES,
+        _own("--image-pull-secret", "NAME", "kubernetes", "Secret with which the image is pulled (kubernetes)."),
+        _own(
+            "--volume",
+            "SOURCE:DIR[:ro]",
+            "kubernetes",
+            "Mount pvc/NAME, configmap/NAME, a node's /FOLDER, empty or memory at DIR (kubernetes). Repeatable.",
+            words,
+        ),
+        _own("--gpu-resource", "NAME", "kubernetes", "What GPUs are called (kubernetes). [default: nvidia.com/gpu]"),
+        _own("--node-selector", "KEY=VALUE", "kubernetes", "Label of the nodes (kubernetes). Repeatable.", words),
+        _own(
+            "--toleration",
+            "KEY[=VALUE][:EFFECT]",
+            "kubernetes",
+            "Taint of nodes that is tolerated (kubernetes). Repeatable.",
+            words,
+        ),
     ),
     "Copying code": COPYING,
     "Command": (

@@ -72,7 +72,7 @@ class Needs(NamedTuple):
 
 
 class EngineOptions(NamedTuple):
-    """What the user said to the engine (mpi, sge, slurm, yarn) that finds room for the job."""
+    """What the user said to the engine (kubernetes, mpi, sge, slurm, yarn) that finds room for the job."""
 
     queue: str = ""
     time_s: float | None = None
@@ -83,8 +83,8 @@ class EngineOptions(NamedTuple):
     """`--engine-arg`: words that are handed to the engine's own command, or its kind of options, as they are."""
     worker: Needs = Needs()
     server: Needs = Needs()
-    own: Mapping[str, str] = {}
-    """Options of one engine only, by name without dashes: `pe`, `yarn_rm`, `mpi_flavor` ..."""
+    own: Mapping[str, Any] = {}
+    """Options of one engine only, by name without dashes: `pe`, `yarn_rm`, `volume` ... Texts, or several texts."""
     config: Mapping[str, str] = {}
     """The engine's section of the configuration file."""
 

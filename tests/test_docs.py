@@ -299,7 +299,7 @@ def test_glossary_has_every_role_and_the_binding_words() -> None:
 
 
 def test_the_backend_that_is_shown_is_the_example() -> None:
-    example = ROOT / "examples" / "backend_kubernetes" / "distrun_kubernetes.py"
+    example = ROOT / "examples" / "backend_tsp" / "distrun_tsp.py"
     text = example.read_text("utf-8")
     assert text in blocks(ROOT / "docs" / "backends.md", "python")
     assert len(text.splitlines()) <= 80

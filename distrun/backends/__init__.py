@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "distrun.backends"
 
 _ENGINES = {
+    "kubernetes": "distrun.backends.kubernetes:Kubernetes",
     "mpi": "distrun.backends.mpi:Mpi",
     "sge": "distrun.backends.sge:Sge",
     "slurm": "distrun.backends.slurm:Slurm",

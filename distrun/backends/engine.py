@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import operator
 import os
 import re
@@ -27,6 +28,7 @@ from distrun.errors import SubmitError, UsageError
 from distrun.request import EngineOptions, Needs
 from distrun.templates import folder
 from distrun_runtime.contract.plan import SERVER, Resources
+from distrun_runtime.coordinator.listener import OPEN
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
@@ -209,6 +211,10 @@ class Engine(ABC):
 
     options: EngineOptions = EngineOptions()
     """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""
+    dial_s: float | None = None
+    """How long its agents may take to reach the coordinator once all places are there; None: as long as to start."""
+    unreachable: str = OPEN
+    """What to do where they do not."""
     shows: str = ""
     """A pattern of variables of outer jobs, `SLURM_*`, that tasks of this engine get all the same, but for `hides`."""
     hides: tuple[str, ...] = ()
@@ -404,6 +410,30 @@ def refuse_queue_options(
     for option, value in given.items():
         if value:
             raise UsageError(f"{option} has no meaning here: {why}", f"leave {option} out, or {instead}")
+
+
+def merged(spec: Mapping[str, Any], args: Sequence[str], example: str) -> dict[str, Any]:
+    """Return a spec in JSON with the objects of --engine-arg laid over it.
+
+    `example`: what could be typed, for messages. Raises UsageError: one is no object in JSON.
+    """
+    for arg in args:
+        try:
+            more = json.loads(arg)
+        except ValueError as err:
+            raise UsageError(f"--engine-arg {arg}: expected JSON: {err}", example) from None
+        if not isinstance(more, dict):
+            raise UsageError(f"--engine-arg {arg}: expected a JSON object", example)
+        spec = _over(spec, more)
+    return dict(spec)
+
+
+def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        name: _over(one[name], value) if isinstance(value, dict) and isinstance(one.get(name), dict) else value
+        for name, value in other.items()
+    }
+    return {**one, **both}
 
 
 def check_known(option: str, what: str, name: str, known: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.listener import DialBack
+from distrun_runtime.coordinator.listener import OPEN, DialBack
 from distrun_runtime.coordinator.messages import EngineTold, Event
 from distrun_runtime.errors import JobStoreError
 
@@ -81,7 +81,14 @@ T = TypeVar("T")
 
 
 def listen(
-    job: str, secret: str, limit_s: float, addresses: Sequence[str] = (), port_range: str = ""
+    job: str,
+    secret: str,
+    limit_s: float,
+    addresses: Sequence[str] = (),
+    port_range: str = "",
+    *,
+    dial_s: float | None = None,
+    fix: str = OPEN,
 ) -> tuple[DialBack, Bootstrap]:
     """Listen for the agents of one job, which an engine starts; return them, and what starts one that dials back.
 
@@ -91,14 +98,25 @@ def listen(
         limit_s: how long an agent that was started tries to reach this process.
         addresses: what the agents are told to dial: addresses or names; empty: every address of this machine.
         port_range: `A-B`; empty: any port.
+        dial_s, fix: `Engine.dial_s`, `Engine.unreachable`.
 
     Raises:
         ContractError: no port is free.
     """
     pem = bootstrap.certificate(job)
-    agents = DialBack(job, secret, pem, (), program=shipping.dialed, port_range=port_range)
-    told = tuple(with_port(each, agents.port) for each in addresses or address.own())
-    return agents, Bootstrap(job, agents.pin, told, limit_s)
+    known = addresses or address.own()
+    agents = DialBack(
+        job,
+        secret,
+        pem,
+        (),
+        program=shipping.dialed,
+        port_range=port_range,
+        limit_s=dial_s,
+        addresses=known,
+        fix=fix,
+    )
+    return agents, Bootstrap(job, agents.pin, tuple(with_port(each, agents.port) for each in known), limit_s)
 
 
 def write_new(path: Path, text: str, mode: int) -> None:
@@ -173,7 +191,8 @@ class QueueBackend(Backend):
         """
         secret = os.urandom(enrolment.SECRET_BYTES).hex()
         where = (request.coordinator_addresses, request.port_range)
-        self._agents, start = listen(job, secret, request.limits.start_s, *where)
+        dial_s, fix = self.engine.dial_s, self.engine.unreachable
+        self._agents, start = listen(job, secret, request.limits.start_s, *where, dial_s=dial_s, fix=fix)
         submission, script = self._rendered(request, nonce, folder / FOLDER, start, secret=secret)
         os.mkdir(submission.folder, 0o700)
         write_new(submission.secret_file, secret + "\n", 0o600)

@@ -40,6 +40,7 @@ from distrun.backends.engine import (
     Script,
     Submission,
     hint_of,
+    merged,
     template,
     tries,
 )
@@ -157,7 +158,7 @@ class Yarn(Engine):
             hadoop.refuse_args(submission.options.args)
             jar = config.get("shell_jar", "") or hadoop.find_jar(yarn)
         else:
-            _merged({}, submission.options.args)
+            merged({}, submission.options.args, _ARG)
         refuse_too_big(submission.groups, cluster.nodes())
         refuse_queue(submission.options.queue, cluster.queues())
         label = submission.options.own.get("node_label", "")
@@ -581,7 +582,7 @@ def service(submission: Submission) -> dict[str, Any]:
         components.append(made)
     pattern["components"] = []
     spec: dict[str, Any] = _filled(pattern, values)
-    return _merged({**spec, "components": components}, options.args)
+    return merged({**spec, "components": components}, options.args, _ARG)
 
 
 def launch_command(submission: Submission) -> str:
@@ -615,28 +616,7 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     return int(text) if value in ("@{count}", "@{cores}", "@{lifetime}") else text
 
 
-def _merged(spec: dict[str, Any], args: Sequence[str]) -> dict[str, Any]:
-    """Return the spec with the objects of --engine-arg laid over it. Raises UsageError."""
-    for arg in args:
-        try:
-            more = json.loads(arg)
-        except ValueError as err:
-            raise UsageError(f"--engine-arg {arg}: YARN's are JSON: {err}", _ARG) from None
-        if not isinstance(more, dict):
-            raise UsageError(f"--engine-arg {arg}: YARN's are JSON objects", _ARG)
-        spec = _over(spec, more)
-    return spec
-
-
 _ARG = """--engine-arg '{"configuration": {"properties": {"NAME": "VALUE"}}}'"""
-
-
-def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        name: _over(one[name], value) if isinstance(value, dict) and isinstance(one.get(name), dict) else value
-        for name, value in other.items()
-    }
-    return {**one, **both}
 
 
 HINTS = {

@@ -438,6 +438,7 @@ class DialBack:
         limit_s: how long the first connection of each agent is waited for once they are let in; None: the supervisor's
             start limit is enough. An agent that is late is a host that cannot reach us.
         addresses: what agents were told to dial, for messages.
+        fix: what to do if they do not reach it.
 
     Raises:
         ContractError: no port is free there, or the certificate cannot be used.
@@ -454,6 +455,7 @@ class DialBack:
         port_range: str = "",
         limit_s: Optional[float] = None,
         addresses: Sequence[str] = (),
+        fix: str = OPEN,
     ) -> None:
         self.pin = pin_of(pem)
         """What agents have to find."""
@@ -462,6 +464,7 @@ class DialBack:
         self._listener = AgentListener(self._register, pem, program, port_range)
         self.addresses = tuple(addresses)
         self._limit_s = limit_s
+        self._fix = fix
         self._late: Optional[threading.Timer] = None
         self._absent: Set[str] = set()
         """Places whose agents have not dialled yet."""
@@ -523,7 +526,7 @@ class DialBack:
         for place in sorted(self._absent):
             if self._put is not None:
                 reason = f"its agent did not reach the coordinator at {where} within {duration(self._limit_s or 0.0)}"
-                self._put(StartFailed(place, reason, time.time(), kind="unreachable", fix=OPEN))
+                self._put(StartFailed(place, reason, time.time(), kind="unreachable", fix=self._fix))
 
     def _attach(self, place: str, connected: Connected) -> None:
         name = self._names[place]

@@ -106,7 +106,7 @@ def submission(name: str, **more: Any) -> Submission:
         job="calm-otter-7f3",
         marker=marker("calm-otter-7f3", "00112233445566aa"),
         groups=groups,
-        options=EngineOptions(),
+        options=EngineOptions(own={"image": "python:3.12"}),
         bootstrap=Bootstrap("calm-otter-7f3", "ab" * 32, ("10.0.0.1:4000",), 120.0),
         folder=Path("/nowhere/engine"),
         cwd="/home/o'neil/$HOME `x`",

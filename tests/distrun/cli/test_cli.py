@@ -254,7 +254,7 @@ def test_the_help_lists_the_launchers_there_are(distrun: Distrun) -> None:
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
     (site / "entry_points.txt").write_text("[distrun.backends]\nmine = distrun.backends.local:Local\n")
     shown = distrun.run("launch", "-h", env={"PYTHONPATH": str(site.parent)}).stdout
-    assert b"How tasks are started: local, ssh, mpi, sge, slurm, yarn, mine." in b" ".join(shown.split())
+    assert b"How tasks are started: local, ssh, kubernetes, mpi, sge, slurm, yarn, mine." in b" ".join(shown.split())
 
 
 def test_logs_have_the_same_coloured_prefixes_as_the_launch(distrun: Distrun) -> None:

@@ -1,0 +1,330 @@
+"""Reads the JSON that kubectl prints of a job's objects, and decides how the job stands and why it ended.
+
+A job of distrun is one Indexed Job of Kubernetes for each role (`kubernetes.py`), whose pods are the places: pod 3 of
+the workers' Job is `worker-3`. The fields and reasons are those of the API reference of Kubernetes 1.34 (Job v1 batch,
+Pod v1, Event v1), and of https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ for DisruptionTarget. No side
+effects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, Grant, QueueStatus, one_line
+from distrun.request import Needs
+from distrun_runtime.contract import facts
+
+JOB_LABEL, ROLE_LABEL, USER_LABEL = "distrun/job", "distrun/role", "distrun/user"
+"""Labels: the job's marker, of all its objects; the role, of a Job and its pods; whose a Job is."""
+HOST_NOTE = "distrun/host"
+"""Annotation of a Job: the machine on which it was launched."""
+INDEX = "batch.kubernetes.io/job-completion-index"
+"""Annotation that the Job controller gives each pod."""
+
+NEVER_STARTS = frozenset(
+    ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"]
+)
+"""Reasons for which a container waits that do not pass by themselves: its image cannot be had."""
+NOT_STARTED = frozenset(["StartError", "ContainerCannotRun"])
+"""Reasons for which a container has ended without having run."""
+DISRUPTED = {
+    "PreemptionByScheduler": "preempted by a pod of higher priority",
+    "EvictionByEvictionAPI": "evicted, as when its node is drained",
+    "DeletionByTaintManager": "its node {node} is lost, or was tainted",
+    "DeletionByPodGC": "its node {node} is gone",
+    "TerminationByKubelet": "ended by its node {node}, which shuts down or runs short",
+}
+"""What the reasons of the condition DisruptionTarget mean."""
+LOSES_NODE = frozenset(["DeletionByTaintManager", "DeletionByPodGC"])
+NODE_REASONS = frozenset(
+    ["NodeLost", "NodeShutdown", "Terminated", "NodeAffinity", "Preempting", "UnexpectedAdmissionError"]
+)
+"""A pod's own reasons that its node is the cause."""
+UNSCHEDULED_LENGTH = 200
+DEADLINE = "DeadlineExceeded"
+"""A Job's reason that it reached `activeDeadlineSeconds`."""
+FORGOTTEN = "its launcher did not put off its deadline for 5 minutes, as when this machine sleeps"
+
+
+class Reason(NamedTuple):
+    """Why something is as it is, in the API's word and in its sentence."""
+
+    word: str = ""
+    text: str = ""
+
+    @staticmethod
+    def of(value: Mapping[str, Any] | None) -> Reason:
+        """Return `reason` and `message` of an object."""
+        value = value or {}
+        return Reason(value.get("reason") or "", one_line(value.get("message") or ""))
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self))
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One pod of the job."""
+
+    name: str
+    role: str
+    place: str
+    """`worker-3`: what the agent there claims."""
+    node: str
+    """Empty: it has none yet."""
+    phase: str
+    """Pending, Running, Succeeded or Failed."""
+    why: Reason
+    """Of the pod itself, such as Evicted."""
+    conditions: Mapping[str, Mapping[str, Any]]
+    """By type."""
+    waits: Reason
+    """Why its container does not run."""
+    ended: Reason
+    """How its container has ended."""
+    code: int | None
+    """The container's exit code."""
+    is_deleted: bool
+    """It is to go, and may still end its processes."""
+
+    @staticmethod
+    def of(value: Mapping[str, Any]) -> Pod:
+        """Return what kubectl prints of a pod."""
+        about, status = value["metadata"], value.get("status", {})
+        role = about["labels"][ROLE_LABEL]
+        state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses") or ()), {})
+        ended = state.get("terminated") or {}
+        return Pod(
+            name=about["name"],
+            role=role,
+            place=f"{role}-{about['annotations'][INDEX]}",
+            node=value["spec"].get("nodeName", ""),
+            phase=status.get("phase", "Pending"),
+            why=Reason.of(status),
+            conditions={each["type"]: each for each in status.get("conditions") or ()},
+            waits=Reason.of(state.get("waiting")),
+            ended=Reason.of(ended),
+            code=ended.get("exitCode"),
+            is_deleted="deletionTimestamp" in about,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether its node may have gone: it counts as not ready though its container has not ended."""
+        is_ready = self.conditions.get("Ready", {}).get("status", "True")
+        return self.phase == "Running" and self.code is None and is_ready != "True"
+
+    def pending(self) -> str:
+        """Return why it does not run yet."""
+        told = self.conditions.get("PodScheduled", {})
+        if told.get("status") == "False":
+            return one_line(told.get("message") or told.get("reason") or "not scheduled", UNSCHEDULED_LENGTH)
+        return f"{self.waits if self.waits.word else 'starts'} on {self.node}" if self.node else "not scheduled yet"
+
+    def explanation(self) -> Explanation | None:
+        """Return why Kubernetes ended it, or cannot start it; None: it does not say."""
+        disrupted = self.conditions.get("DisruptionTarget", {})
+        disrupted = disrupted if disrupted.get("status") == "True" else {}
+        by = disrupted.get("reason", "")
+        if self.ended.word == "OOMKilled":
+            return Explanation(137, f"Kubernetes: out of memory (OOMKilled); raise --{self.role}-memory")
+        if self.why.word == "Evicted":
+            return Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: evicted: {self.why.text}")
+        if by in DISRUPTED:
+            text = f"Kubernetes: {DISRUPTED[by].format(node=self.node)} ({by})"
+            return Explanation(facts.EXIT_HOST_LOST, text, self.node if by in LOSES_NODE else "")
+        if self.why.word in NODE_REASONS:
+            return Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: {self.why}")
+        if self.waits.word in NEVER_STARTS:
+            text = f"Kubernetes: the image cannot be pulled on {self.node}: {self.waits}"
+            return Explanation(facts.EXIT_START_FAILED, f"{text}; see --image and --image-pull-secret")
+        if self.ended.word in NOT_STARTED:
+            text = f"Kubernetes: the container cannot start: {self.ended}; the image must have python3 (3.8 or newer)"
+            return Explanation(facts.EXIT_START_FAILED, text)
+        if self.code == facts.EXIT_START_FAILED and self.ended.text:
+            return Explanation(facts.EXIT_START_FAILED, f"Kubernetes: the agent did not start: {self.ended.text}")
+        return None
+
+
+@dataclass(frozen=True)
+class RoleJob:
+    """The Job of one role."""
+
+    name: str
+    uid: str
+    namespace: str
+    marker: str
+    role: str
+    host: str
+    """Where it was launched."""
+    wanted: int
+    """How many pods it is to have."""
+    failed: Reason
+    """Why it has failed."""
+    is_over: bool
+    is_deleted: bool
+
+    @staticmethod
+    def of(value: Mapping[str, Any]) -> RoleJob:
+        """Return what kubectl prints of a Job."""
+        about = value["metadata"]
+        ends = value.get("status", {}).get("conditions") or ()
+        true = {each["type"]: each for each in ends if each["status"] == "True"}
+        return RoleJob(
+            name=about["name"],
+            uid=about["uid"],
+            namespace=about["namespace"],
+            marker=about["labels"][JOB_LABEL],
+            role=about["labels"][ROLE_LABEL],
+            host=(about.get("annotations") or {}).get(HOST_NOTE, "?"),
+            wanted=value["spec"]["completions"],
+            failed=Reason.of(true.get("Failed") or true.get("FailureTarget")),
+            is_over="Complete" in true or "Failed" in true,
+            is_deleted="deletionTimestamp" in about,
+        )
+
+
+class Objects(NamedTuple):
+    """What the cluster has of a job."""
+
+    jobs: Sequence[RoleJob]
+    pods: Sequence[Pod]
+
+    @staticmethod
+    def of(text: str) -> Objects:
+        """Read `kubectl get jobs,pods --output=json`."""
+        found = json.loads(text)["items"]
+        jobs = [RoleJob.of(each) for each in found if each["kind"] == "Job"]
+        # Without an index it is no pod of ours, whatever its labels.
+        pods = [each for each in found if each["kind"] == "Pod" and INDEX in each["metadata"].get("annotations", {})]
+        return Objects(jobs, [Pod.of(each) for each in pods])
+
+    def then(self, later: Objects) -> Objects:
+        """Return all objects as they were last seen, also those that have gone since."""
+        pods = {pod.name: pod for pod in (*self.pods, *later.pods)}
+        return Objects(later.jobs or self.jobs, list(pods.values()))
+
+
+def standing(found: Objects, places: Set[str] = frozenset()) -> QueueStatus:
+    """Return how a job stands.
+
+    Args:
+        found: its objects; it has one Job at least.
+        places: those of a job all of whose pods have run at once. Before that, a pod that has ended ends the job: it
+            gets no other one.
+    """
+    if all(job.is_over for job in found.jobs):
+        if not places and any(job.failed.word == DEADLINE for job in found.jobs):
+            return QueueStatus(ENDED, FORGOTTEN)
+        text = "; ".join(filter(None, (str(job.failed) for job in found.jobs)))
+        return QueueStatus(ENDED, text, why=None if places else explanation(found, ""))
+    gone = {pod.place: str(pod.ended) or str(pod.why) or "its pod has ended" for pod in found.pods if pod.is_over}
+    if places:
+        there = {pod.place for pod in found.pods}
+        gone.update(dict.fromkeys(sorted(places - there), "its pod was deleted"))
+    else:
+        for pod in found.pods:
+            told = pod.explanation()
+            if told is not None or pod.is_over:
+                text = f"{pod.place}{f' on {pod.node}' if pod.node else ''}"
+                return QueueStatus(ENDED, f"{text}: {told.text if told else gone[pod.place]}", why=told)
+    wanted = sum(job.wanted for job in found.jobs)
+    up = [pod for pod in found.pods if pod.phase == "Running" or pod.is_over]
+    if places or len(up) == wanted:
+        grants = tuple(Grant(pod.place, pod.node, {pod.role: 1}) for pod in found.pods)
+        return QueueStatus(RUNNING, "", grants, gone)
+    first = next((f"; {pod.place}: {pod.pending()}" for pod in found.pods if pod.phase == "Pending"), "")
+    return QueueStatus(QUEUED, f"{len(up)} of {wanted} pods run{first}")
+
+
+def stuck(found: Objects) -> str:
+    """Return the object whose events say why the job waits: a Job that lacks pods, or a pod that is slow to start."""
+    for job in found.jobs:
+        if sum(pod.role == job.role for pod in found.pods) < job.wanted:
+            return job.name
+    return next((pod.name for pod in found.pods if pod.phase == "Pending" and pod.node), "")
+
+
+def warned(text: str) -> Reason:
+    """Return the latest of the warnings that `kubectl get events --output=json` prints."""
+    found = json.loads(text)["items"]
+    found = [each for each in found if each.get("type") == "Warning"]
+    return Reason.of(
+        max(found, key=lambda each: each.get("lastTimestamp") or each.get("eventTime") or "", default=None)
+    )
+
+
+def refusal(warning: Reason) -> str:
+    """Return why the cluster never lets the Job have its pods; empty: it may yet, or they are only late."""
+    text = warning.text
+    if warning.word != "FailedCreate" or "forbidden" not in text or "service account" in text:
+        return ""
+    return text[text.find("forbidden: ") + len("forbidden: ") :] if "forbidden: " in text else text
+
+
+def explanation(found: Objects, place: str, before: Sequence[Pod] = ()) -> Explanation | None:
+    """Return why Kubernetes ended a place, or the job (`place` empty), as far as its objects say it.
+
+    `before`: its pods as they were last seen, also those that have gone.
+    """
+    for pod in (*found.pods, *before):
+        told = pod.explanation() if place in ("", pod.place) else None
+        if told is not None:
+            return told
+    if any(job.failed.word == DEADLINE for job in found.jobs):
+        return Explanation(facts.EXIT_TIMEOUT, "Kubernetes: the job reached its time limit; raise --time")
+    if not found.jobs or any(job.is_deleted for job in found.jobs):
+        return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")
+    mine = [pod for pod in found.pods if pod.place == place]
+    if place and (not mine or mine[0].is_deleted):
+        text = "Kubernetes: its pod was deleted by someone else (kubectl delete pod, or a drain of its node)"
+        return Explanation(facts.EXIT_TERMINATED, text)
+    return None
+
+
+def lost_node(text: str) -> str:
+    """Return why a node is lost, from `kubectl get node NAME --output=json`; empty: it is not."""
+    told = json.loads(text)
+    ready: Mapping[str, Any] = next(
+        (each for each in told["status"].get("conditions", ()) if each["type"] == "Ready"), {}
+    )
+    return "" if ready.get("status") == "True" else str(Reason.of(ready)) or "not ready"
+
+
+UNITS = {
+    "": 1,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
+"""Suffixes of the API's quantities."""
+
+
+def quantity(text: str) -> int:
+    """Return a quantity of the API, such as `3920m` or `16Gi`, as a whole number, rounded down; 0: it is none."""
+    number = text.rstrip("kKMGTim")
+    try:
+        return int(float(number) * UNITS[text[len(number) :]])
+    except (ValueError, KeyError):
+        return 0
+
+
+def room(text: str, gpu: str) -> list[Needs]:
+    """Return what each node that may get pods has in all, from `kubectl get nodes --output=json`."""
+    nodes = [each for each in json.loads(text)["items"] if not each["spec"].get("unschedulable")]
+    rows = (each["status"].get("allocatable", {}) for each in nodes)
+    return [Needs(*(quantity(row.get(name, "0")) for name in ("cpu", "memory", gpu))) for row in rows]
