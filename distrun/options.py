@@ -268,7 +268,12 @@ COPYING = (
     words("--sync-extra", "Copy this too, into DIR. Repeatable.", "SRC[:DST]", member=""),
     flag("--sync-delete", "Delete files that only a host has, in a DIR that distrun made."),
 )
-LAUNCHER = text("--launcher/--backend", "How tasks are started: {launchers}.", "NAME", key="launcher")
+LAUNCHER = text(
+    "--launcher/--backend",
+    "How tasks are started: {launchers}. [default: ssh if there are hosts, else local]",
+    "NAME",
+    key="launcher",
+)
 HOSTS = (
     text("-H/--hostfile", "Hosts file; - reads standard input.", "FILE", default=None, member=""),
     text("--hosts", "Hosts, instead of a file: names, user@host, gpu[01-08].", "A,B", default=None, member=""),

@@ -70,12 +70,6 @@ SET_ELSEWHERE: Mapping[str, str] = {
 }
 """Rows of the table that are given, yet not here."""
 
-OF_REQUEST = (
-    *("name", "command", "limits", "interface", "subnet", "activate", "doctor", "log_limit"),
-    *("metrics_port", "metrics_address", "gpus_per_worker", "forward_signals"),
-)
-"""Members of a plan that are those of the request."""
-
 MASTER_PORT = "master"
 JAX_PORT = "jax"
 PS_PORT = "ps"
@@ -342,19 +336,30 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         _check_server_device(request, allocation)
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
-        **{name: getattr(request, name) for name in OF_REQUEST},
         job=setup.job_id,
+        name=request.name,
         backend=request.launcher,
+        command=request.command,
         cwd=request.sync_dst_dir or request.cwd,
         hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
         tasks=tasks,
+        limits=request.limits,
         on_eof=HOLD if request.detach or request.reconnect else STOP,
+        interface=request.interface,
+        subnet=request.subnet,
         unset=() if request.keep_outer_env else environ.STALE,
         runtime=setup.runtime,
+        activate=request.activate,
         sync=setup.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
+        doctor=request.doctor,
+        log_limit=request.log_limit,
         nonce=setup.nonce,
+        metrics_port=request.metrics_port,
+        metrics_address=request.metrics_address,
         places=allocation.places,
+        gpus_per_worker=request.gpus_per_worker,
+        forward_signals=request.forward_signals,
     )
     return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))
 

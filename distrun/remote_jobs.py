@@ -345,8 +345,8 @@ def ask(
             )
         except OSError as err:
             raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
-        ending = Child(child)
-        timer = threading.Timer(max(0.0, left_s), ending.signal)
+        kill = child.kill if may_ask else Child(child).signal
+        timer = threading.Timer(max(0.0, left_s), kill)
         timer.daemon = True
         with child:
             assert child.stdout is not None
@@ -359,7 +359,7 @@ def ask(
                 code = child.wait()
             finally:
                 timer.cancel()
-                ending.signal()
+                kill()
         said.seek(0)
         return code, said.read().decode("utf-8", "replace").strip()
 

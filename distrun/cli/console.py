@@ -124,7 +124,10 @@ class Console:
             self._show_status(line)
 
     def _ready_writers(self) -> Mapping[str, Writer]:
-        """Return the writers. They are made and begin if they have not yet; an interrupt in between loses nothing."""
+        """Return the writers. They are made and begin if they have not yet.
+
+        If an interrupt ends this, the next call goes on with it.
+        """
         with self._beginning:
             if not self._writers:
                 self._writers = self._made_writers()
@@ -461,6 +464,8 @@ def _same_file(one: int, other: int) -> bool:
 
 LAST_BYTES = 64 * 1024
 """Output that waits for a reader after `leave_out`, at most: the last words of tasks that are being stopped."""
+CHECK_S = 0.2
+"""Interval of checks whether a reader that takes nothing is to be given up."""
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for this time is given up."""
 READ_SIZE = 256 * 1024
@@ -531,20 +536,25 @@ class Writer:
         self._broken: set[int] = set()
         self._writing = -1
         self._progress = time.monotonic()
+        self._limit_s: float | None = None
+        """Time after which a reader that takes nothing is given up: of `join`; without a thread also of `leave_out`."""
         self._changed = threading.Condition()
         self._printing = threading.RLock()
-        """Held by who prints where there is no thread."""
+        """The caller of `put` holds it while it prints, if there is no thread."""
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._has_begun = False
 
     def start(self) -> None:
-        """Start the thread, once. Where none can be started, `put` prints, waits for slow readers, draws nothing."""
+        """Start the thread, once. If that fails, callers print: they wait for slow readers, and nothing is drawn."""
         if not self._has_begun:
             self._has_begun = True
             try:
                 self._thread.start()
-            except RuntimeError:  # workers may have taken all that this user may have; the job goes on
-                self._region = None
+            except BaseException as err:
+                if self._thread.ident is None:
+                    self._region = None
+                if not isinstance(err, RuntimeError):  # workers may have taken all threads that this user may have
+                    raise
 
     def put(self, piece: OutputPiece) -> None:
         """Queue a piece; never waits, if there is a thread."""
@@ -553,10 +563,12 @@ class Writer:
             if self._leaves_out:
                 self._drop(LAST_BYTES)
             self._changed.notify()
-        if not self._thread.is_alive():
-            self._print_queued()
+        self._print_queued()
 
     def _print_queued(self) -> None:
+        """Print what waits and what is due, if there is no thread that does."""
+        if self._thread.is_alive():
+            return
         with self._printing:
             while True:
                 with self._changed:
@@ -564,12 +576,14 @@ class Writer:
                 if piece is None:
                     break
                 self._print(piece)
+            if not self._is_silent:
+                self._print_due(time.monotonic())
             self._flush()
 
     def leave_out(self) -> None:
         """Print nothing of the output that waits, and from now on only what the reader takes as it comes."""
         with self._changed:
-            self._leaves_out = True
+            self._leaves_out, self._limit_s = True, INTERRUPTED_S
             self._drop(0)
 
     def _drop(self, keep: int) -> None:
@@ -590,6 +604,7 @@ class Writer:
             if line != self._status and self._region is not None and not self._is_closed:
                 self._status, self._is_drawn_late = line, True
                 self._changed.notify()
+        self._print_queued()
 
     def toggle_pause(self) -> bool:
         """Pause or go on; return whether it is paused now."""
@@ -598,7 +613,9 @@ class Writer:
             self._changed.notify_all()
             if self._is_paused:
                 self._await_hidden()
-            return self._is_paused
+                return True
+        self._print_queued()
+        return False
 
     def hold(self) -> None:
         """Stop for a question on the terminal, until `release`. Returns when the region is gone."""
@@ -612,6 +629,7 @@ class Writer:
         with self._changed:
             self._holds = max(0, self._holds - 1)
             self._changed.notify_all()
+        self._print_queued()
 
     def _await_hidden(self) -> None:
         if self._region is not None and threading.current_thread() is not self._thread:
@@ -622,6 +640,7 @@ class Writer:
         with self._changed:
             self._is_paused, self._holds = False, 0
             self._changed.notify_all()
+        self._print_queued()
 
     def end(self) -> None:
         """Say that nothing more will come."""
@@ -632,16 +651,17 @@ class Writer:
 
     def join(self, limit_s: float | None = None) -> None:
         """Wait until all is printed, until a terminal has taken nothing for STUCK_S, or any reader for `limit_s`."""
+        self._limit_s = limit_s
         if self._thread.ident is None:  # none could be started
             self._print_queued()
             self._finish()
-        while self._thread.is_alive():
-            self._thread.join(0.2)
-            stuck_s = time.monotonic() - self._progress
-            if limit_s is not None and stuck_s > limit_s:
-                return
-            if stuck_s > STUCK_S and os.isatty(self._writing):
-                return
+        while self._thread.is_alive() and not self._is_stuck():
+            self._thread.join(CHECK_S)
+
+    def _is_stuck(self) -> bool:
+        stuck_s = time.monotonic() - self._progress
+        is_given_up = self._limit_s is not None and stuck_s > self._limit_s
+        return is_given_up or (self._ending and stuck_s > STUCK_S and os.isatty(self._writing))
 
     # ------------------------------------------------------------------ the thread
 
@@ -764,6 +784,7 @@ class Writer:
             from distrun.cli.screen import in_order  # with its patterns: when there is something to show
 
             feed = self._feeds[key] = self._make_feed(piece)
+            feed.live = feed.live and self._region is not None
             self._feeds = dict(sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])))
         self._has_fed = True
         if feed.live:
@@ -858,18 +879,31 @@ class Writer:
 
     def _send(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
-        self._writing = fd
+        self._writing, self._progress = fd, time.monotonic()
+        write = os.write if self._thread.is_alive() else _write_at_once
         while view and fd not in self._broken:
             try:
                 # Short writes, so that a slow reader is seen to make progress.
-                view = view[os.write(fd, view[:65536]) :]
+                view = view[write(fd, view[:65536]) :]
                 self._progress = time.monotonic()
             except BlockingIOError:
-                select.select([], [fd], [], 1.0)
+                select.select([], [fd], [], CHECK_S)
+                if write is not os.write and self._is_stuck():
+                    self._broken.add(fd)
             except OSError as err:
                 # The reader is gone (`| head -1`), or the terminal, or a disk is full: the job's logs are files.
                 self._broken.add(fd)
                 self._on_broken(fd, err)
+
+
+def _write_at_once(fd: int, data: memoryview) -> int:
+    """Write what `fd` takes now, and return how many bytes; BlockingIOError: nothing."""
+    is_blocking = os.get_blocking(fd)
+    os.set_blocking(fd, False)
+    try:
+        return os.write(fd, data)
+    finally:
+        os.set_blocking(fd, is_blocking)
 
 
 def _not_shown(count: int, path: Path | None, why: object) -> bytes:

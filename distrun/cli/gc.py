@@ -29,7 +29,9 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
-@click.option("--older-than", callback=_age, metavar="TIME", help="Only jobs that ended so long ago. [default: 30d]")
+@click.option(
+    "--older-than", callback=_age, metavar="TIME", help="Only jobs that ended longer ago (12h, 7d). [default: 30d]"
+)
 @takes(count("--keep", "Keep the N newest jobs, however old they are.", low=0))
 @click.option("--lost", is_flag=True, help="Also jobs whose launcher died. First: distrun kill JOB.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
@@ -43,10 +45,9 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
       distrun gc --older-than 7d --keep 20
       distrun gc calm-otter               # this one, whenever it ended
 
-    A job that runs, or of which this machine cannot know whether it runs, is never removed. A lost job is removed with
-    --lost, a damaged one if it is named. Of a job with --run-dir only the link in the job store goes. A job whose
-    coordinator was on a host has a folder there, too, which is removed by ssh. The exit code is 1 if something could
-    not be removed.
+    A job that runs, or may still run on a host, is never removed. A lost job is removed only with --lost, a damaged one
+    only if you name it. Of a job with --run-dir only the link in the job store is removed. If the coordinator of a job
+    was on a host, its folder there is removed, too, by ssh. The exit code is 1 if something could not be removed.
     """
     removed, problems = my_jobs().gc(
         names,

@@ -50,11 +50,11 @@ Found = Mapping[str, HostAnswer | Problem]
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
-@takes(*HOSTS, LAUNCHER, *SITE)
+@takes(*HOSTS, LAUNCHER._replace(help="With --stale: what dead launchers left in this engine (slurm, sge ...)."), *SITE)
 @click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@takes(seconds("--grace", "Seconds before killing. [default: the job's]", low=0))
+@takes(seconds("--grace", "Seconds between SIGTERM and SIGKILL. [default: the job's]", low=0))
 @click.option("--match", metavar="REGEX", help="With --any-process: end my processes with such a command line.")
 @click.option("--any-process", is_flag=True, help="With --match: also processes that no job started. Check the list!")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -67,11 +67,11 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
       distrun kill -H hosts                   # all my jobs on these hosts
       distrun kill -H hosts --stale -y        # what dead launchers left there
       distrun kill --stale --dry-run          # on this machine
-      distrun kill --launcher slurm --stale   # what dead launchers left in an engine
-      distrun kill --launcher slurm --stale --hosts n1,n2   # what they left there; srun asks these nodes
+      distrun kill --launcher slurm --stale   # cancel what dead launchers left in Slurm
+      distrun kill --launcher slurm --stale --hosts n1,n2   # processes left on these nodes, found by srun
 
-    A running job is preferred to one that has ended. distrun asks the job's launcher to stop it. If the launcher is
-    gone, distrun finds the job's processes by what was recorded of them, never by program names, and never another
+    If a name fits several jobs, a running one is preferred. distrun asks the job's launcher to stop it. If the launcher
+    is gone, distrun finds the job's processes by what was recorded of them, never by program names, and never another
     user's. They get SIGTERM, and SIGKILL after the grace time. The exit code is 1 if a process did not end, 3 if a host
     cannot be reached.
     """
@@ -137,7 +137,7 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out(f"{folder.id}: {state}\n")
             _show_jobs(found, chosen)
-            _tell(result, "no process of it is")
+            _tell(result, f"no process of it is {result.where}")
     if options["as_json"]:
         print_json(SCHEMA, dry_run=True, exit_code=code, jobs=told)
     return code
@@ -165,6 +165,13 @@ class Result:
     def done(self) -> dict[str, Any]:
         """What hosts say of what they ended, by job; processes that matched are those of the job ""."""
         return {host: each.value for host, each in self.swept.items() if isinstance(each, HostAnswer)}
+
+    @property
+    def where(self) -> str:
+        """The end of a sentence that says that nothing was found: where that is so."""
+        if not self.problems:
+            return "there"
+        return "on the other hosts" if len(self.problems) < len(self.found) else "known of"
 
     @property
     def code(self) -> int:
@@ -207,7 +214,7 @@ def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], optio
     if options["as_json"]:
         print_json(SCHEMA, dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
     else:
-        _tell(result, "no stale job is" if options["stale"] else "no job of mine is")
+        _tell(result, f"{'no stale job' if options['stale'] else 'no job of mine'} is {result.where}")
     return result.code
 
 
@@ -299,7 +306,7 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
 
 
 def _tell(result: Result, nothing: str) -> None:
-    """Say what was ended. `nothing`: what is said if there was nothing; if it ends in "is", with where that is so."""
+    """Say what was ended, or `nothing` if nothing was found."""
     names = questions.names(result.chosen)
     for host, by_job in result.done.items():
         for mark, report in by_job.items():
@@ -312,10 +319,7 @@ def _tell(result: Result, nothing: str) -> None:
             print_out("".join(f"{before}{line}\n" for line in (*ended, *left)))
     tell_problems(result.problems)
     if not result.chosen:
-        where = "there"
-        if result.problems:
-            where = "on the other hosts" if len(result.problems) < len(result.found) else "known of"
-        print_out(f"{nothing} {where}\n" if nothing.endswith(" is") else f"{nothing}\n")
+        print_out(f"{nothing}\n")
     elif result.is_dry:
         print_out("nothing was ended (--dry-run)\n")
 

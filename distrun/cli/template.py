@@ -10,7 +10,7 @@ from distrun.cli.console import print_out, render
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def template() -> None:
-    """Write the files with which other programs make a cluster: containers, machines, cloud stacks.
+    """Write the files with which other programs make a cluster: containers, machines, pods.
 
     \b
     Examples:
@@ -51,7 +51,10 @@ def show(name: str) -> None:
 
 @template.command("render")
 @click.argument("name")
-@click.option("--set", "given", metavar="NAME=VALUE", multiple=True, help="A value of the template; may be repeated.")
+@click.option("--set", "given", metavar="NAME=VALUE", multiple=True, help="A value of the template. Repeatable.")
 def write(name: str, given: tuple[str, ...]) -> None:
-    """Print the file that a template makes. Its first comment tells the version and the values."""
+    """Print the file that a template makes; distrun template show NAME lists the values that it takes.
+
+    The first comment of the file tells the version and the values.
+    """
     print_out(templates.render(templates.find(name), given))

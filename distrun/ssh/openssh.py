@@ -30,7 +30,10 @@ _WAIT_MS = 1000
 
 
 class Child:
-    """A running program; it must have been started with `start_new_session`. `signal` is for any thread."""
+    """A running program. It must have its own session (`start_new_session`), else `signal` does nothing.
+
+    `signal` is for any thread.
+    """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -175,6 +176,16 @@ def test_a_host_that_drops_a_connection_is_asked_again(
     (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["running"]
     assert (tmp_path / "calls").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_ssh_is_ended_if_nothing_more_is_wanted_of_it(tmp_path: Path, may_ask: bool) -> None:
+    goes_on = tmp_path / "goes-on"
+    text = f"import time; time.sleep({LIMIT_S / 2}); open({str(goes_on)!r}, 'w')"
+    header = '{"job": "x", "name": "state.json", "size": 0, "age_s": 0}'
+    login = ssh(tmp_path, f"echo {shlex.quote(header)}\nexec {shlex.join([sys.executable, '-S', '-c', text])}\n")
+    assert remote_jobs.ask(login, [], lambda *each: False, may_ask=may_ask) == (0, "")
+    assert not goes_on.exists()
 
 
 @pytest.mark.parametrize(

@@ -535,6 +535,7 @@ class JobMeasurement:
         return self._ended((event.task,), now)
 
     def _on_lost(self, event: messages.AgentLost, now: float) -> List[MetricsAction]:
+        self._ready.discard(event.host)
         return self._ended([task.name for task in self._plan.tasks if task.place_name == event.host], now)
 
     def _on_asked(self, event: messages.MetricsAsked, now: float) -> List[MetricsAction]:
@@ -549,9 +550,11 @@ class JobMeasurement:
         before, self._look = self._look, set(event.look)
         self._is_wanted, self._shown_at, self._is_changed = event.is_wanted, float("-inf"), True
         changed = before ^ self._look if self._interval_s > SAMPLE_S else ()
-        return [self._interval_of(place) for place in self._plan.all_places if place.host in changed]
+        places = [place for place in self._plan.all_places if place.host in changed]
+        return [self._interval_of(place) for place in places if place.name in self._ready]
 
     def _on_ready(self, event: messages.AgentReady, now: float) -> List[MetricsAction]:
+        self._ready.add(event.host)
         places = self._plan.all_places if self._look else ()
         return [self._interval_of(each) for each in places if each.name == event.host]
 

@@ -10,7 +10,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from distrun import formats
 from distrun.cli import console as printing
 from distrun.cli import status
 from distrun.cli.console import Console, has_symbols, wants_colour
+from distrun.cli.screen import HOLD_S
 from distrun_runtime.coordinator import clients
 
 LIMIT_S = 60.0
+NO_THREAD = RuntimeError("can't start new thread")
 
 
 def output(console: Console, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
@@ -124,7 +126,7 @@ def test_where_no_thread_can_be_started_all_is_printed_by_the_caller(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     reader.start()
-    interrupt_start(monkeypatch, RuntimeError("can't start new thread"), fails_at)
+    interrupt_start(monkeypatch, NO_THREAD, fails_at)
     printer = console(reader)
     printer.attach(lambda task: Path("/none"), "job")
     printer.start()
@@ -144,8 +146,74 @@ def test_where_no_thread_can_be_started_all_is_printed_by_the_caller(
     }
 
 
+@pytest.mark.parametrize("begin", [Console.hold, Console.toggle_pause])
+def test_without_threads_the_end_of_a_question_or_a_pause_prints_what_came_meanwhile(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Console], None]
+) -> None:
+    interrupt_start(monkeypatch, NO_THREAD, 1)
+    printer = console(reader)
+    printer.start()
+    begin(printer)
+    output(printer, "worker-0", "h", "out", b"one\n", 0)
+    os.set_blocking(reader.out_read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader.out_read, 100)
+    (printer.release if begin is Console.hold else printer.toggle_pause)()
+    assert os.read(reader.out_read, 100) == b"worker-0@h | one\n"
+
+
+def test_without_threads_a_prompt_is_printed_with_what_comes_next(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_start(monkeypatch, NO_THREAD, 1)
+    printer = console(reader, prefix=False)
+    printer.start()
+    output(printer, "worker-0", "h", "out", b"name? ", 0)
+    time.sleep(HOLD_S)
+    output(printer, "worker-1", "h", "out", b"one\n", 0)
+    assert os.read(reader.out_read, 100) == b"one\nname? "
+
+
+def test_without_threads_a_terminal_shows_progress_as_lines(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_start(monkeypatch, NO_THREAD, 1)
+    printer = watched.console()
+    printer.start()
+    output(printer, "worker-0", "h", "err", b"\r 10%", None)
+    time.sleep(HOLD_S)
+    printer.follow("metrics", metrics(step=5))
+    watched.shows("worker-0@h |  10%")
+
+
+@pytest.mark.parametrize("what", ["pipe", "pipe after an interrupt", "terminal"])
+def test_without_threads_a_reader_that_takes_nothing_is_given_up(
+    reader: Reader, watched: Watched, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(printing, "STUCK_S", 0.3)
+    monkeypatch.setattr(printing, "LAST_BYTES", 1 << 20)
+    interrupt_start(monkeypatch, NO_THREAD, 1)
+    fd = watched.terminal if what == "terminal" else reader.out
+    printer = Console({}, out_fd=fd, err_fd=reader.err)
+    printer.start()
+    if what == "pipe after an interrupt":
+        printer.leave_out()
+    else:
+        printer.toggle_pause()
+    output(printer, "worker-0", "h", "out", b"x\n" * 200_000, None)
+    if what == "pipe":
+        waits, errors = select.select, iter([KeyboardInterrupt()])
+
+        def wait(*args: Any) -> Any:
+            for err in errors:
+                raise err
+            return waits(*args)
+
+        monkeypatch.setattr(select, "select", wait)
+    printer.close()
+    assert os.get_blocking(fd)
+
+
 def test_without_threads_a_reader_that_goes_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_start(monkeypatch, RuntimeError("can't start new thread"), 1)
+    interrupt_start(monkeypatch, NO_THREAD, 1)
     (out_reader, out), (err_reader, err) = os.pipe(), os.pipe()
     told: list[int] = []
     printer = Console({}, out_fd=out, err_fd=err)
@@ -177,6 +245,19 @@ def test_an_interrupt_while_threads_begin_loses_nothing_of_what_comes_later(
     output(printer, "worker-0", "h", "out", b"one\n", 0)
     assert reader.finish(printer) == {"out": b"worker-0@h | one\n", "err": b"distrun: said\n"}
     assert "console" not in [each.name for each in threading.enumerate()], "closing ends what has begun"
+
+
+def test_after_an_interrupt_before_the_thread_begins_nothing_is_drawn(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_start(monkeypatch, KeyboardInterrupt(), 1)
+    printer = watched.console()
+    printer.attach(lambda task: Path("/none"), "job", lambda: (1, 2), time.monotonic())
+    with pytest.raises(KeyboardInterrupt):
+        printer.start()
+    printer.follow("metrics", metrics(step=5))
+    printer.say("said")
+    watched.shows("distrun: said")
 
 
 def test_streams_go_to_their_own_places_with_prefixes(reader: Reader) -> None:

@@ -10,6 +10,8 @@ import pytest
 from distrun_cli import Distrun
 from fakehosts import write
 
+from distrun.cli.sync import as_json
+from distrun.sync.copier import CopyResult
 from distrun.sync.rules import DEFAULT_EXCLUDES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,6 +70,13 @@ def test_a_machine_without_rsync_is_exit_code_4_with_what_to_install(distrun: Di
     assert done.returncode == 4
     assert b"there is no rsync on this machine" in done.stderr
     assert b"hint: install rsync" in done.stderr
+
+
+def test_json_has_all_of_a_result() -> None:
+    result = CopyResult("h1", ("h1", "h2"), 2, 30, 1.23456, False, "h3", 23, "why", "do this", ("said",))
+    names = ["host", "names", "ok", "same", "shared", "files", "code", "reason", "fix", "words", "bytes", "seconds"]
+    values = ["h1", ("h1", "h2"), False, False, "h3", 2, 23, "why", "do this", ("said",), 30, 1.235]
+    assert as_json(result) == dict(zip(names, values, strict=True))
 
 
 def test_the_page_has_every_default() -> None:
