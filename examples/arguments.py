@@ -11,11 +11,19 @@ from types import TracebackType
 from distrun_runtime.errors import RuntimeFault
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("%r is not a whole number of at least 1" % text)
-    return int(text)
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what reads a whole number of at least `least`, and at most `most`, for argparse."""
+    expected = "of at least %d" % least if most is None else "from %d to %d" % (least, most)
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError("%r is not a whole number %s" % (text, expected))
+        return int(text)
+
+    return read
+
+
+positive = whole(1)
 
 
 def gpus(text: str) -> str:

@@ -1,9 +1,9 @@
-"""Train ResNet-18 on CIFAR-10 by a program for MXNet's Gluon, of which only the imports are other ones.
+"""Train ResNet-18 on CIFAR-10 by a program for MXNet's Gluon; only its imports differ.
 
     distrun launch -n 2 -s 2 -H hosts --sync-dst-dir '~/cifar10' \\
         "python examples/cifar10_gluon.py --data-dir /data/cifar10 --gpus-per-machine 4"
 
-The calls are those of MXNet's tutorial on distributed training with Gluon. There the imports are
+The calls are those of MXNet's tutorial "Distributed Training using Gluon". There the imports are
 
     import mxnet as mx
     from mxnet import autograd, gluon, kv, nd
@@ -26,11 +26,13 @@ def parse() -> argparse.Namespace:
     stores = ["local", "device", "dist", "dist_sync", "dist_async"]
     parser.add_argument("--kv-store", "--kvstore", choices=stores, default="dist", help="default dist")
     parser.add_argument("--data-dir", metavar="DIR", required=True, help="has CIFAR-10's binary files")
-    parser.add_argument("--gpus-per-machine", type=int, default=0, metavar="N", help="default 0: train on the CPU")
+    gpus = arguments.whole(0)
+    parser.add_argument("--gpus-per-machine", type=gpus, default=0, metavar="N", help="default 0: train on the CPU")
     parser.add_argument("--epochs", type=arguments.positive, default=5)
     parser.add_argument("--batch-size", type=arguments.positive, default=64, help="of each device (default 64)")
     parser.add_argument("--width", type=arguments.positive, default=64, help="channels of the first layer")
-    parser.add_argument("--train-size", type=arguments.positive, default=50000, help="use the first N images only")
+    images = arguments.whole(1, 50000)
+    parser.add_argument("--train-size", type=images, default=50000, metavar="N", help="use the first N images only")
     return parser.parse_args()
 
 

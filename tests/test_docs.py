@@ -154,7 +154,13 @@ def test_every_row_of_the_page_about_failures_names_a_test_and_each_exists() -> 
 
 def test_every_promise_of_the_five_pages_has_a_test_that_exists_or_a_reason() -> None:
     text = (ROOT / "docs" / "seeds.md").read_text("utf-8")
-    assert re.findall(r"^## (\d+):", text, re.MULTILINE) == ["000", "001", "002", "003", "004"]
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
+        "Run MXNet on Multiple CPU/GPUs with Data Parallelism",
+        "Distributed Training in MXNet",
+        "Distributed Training using Gluon",
+        "Training with Multiple GPUs Using Model Parallelism",
+        "Distributed Training",
+    ]
     rows = [line.split(" | ") for line in re.findall(r"^\| (?!Section ).* \|$", text, re.MULTILINE)]
     assert 100 < len(rows) <= 120
     assert {len(row) for row in rows} == {3}

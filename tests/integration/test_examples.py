@@ -174,8 +174,8 @@ def test_cifar10_dist_prints_the_lines_of_its_sample_run_as_a_job(tmp_path: Path
         assert values(output)[-1] >= 0.4
 
 
-# The calls that MXNet's tutorial on distributed training with Gluon shows (CIFAR-10, ResNet-18), as far as its text is
-# whole. It shows numbers where our program has options: `TUTORIAL_NUMBERS`.
+# Calls of MXNet's tutorial "Distributed Training using Gluon" (ResNet-18 on CIFAR-10). For the options of our program
+# it has numbers: `TUTORIAL_NUMBERS`.
 TUTORIAL = """
 store = kv.create('dist')
 print("Total number of workers: %d" % store.num_workers)
@@ -336,6 +336,15 @@ def test_gpus_are_numbers_with_commas_that_are_there(tmp_path: Path) -> None:
         assert code == 2
         assert "--gpus: %r is not a list of GPU numbers such as 0,2" % gpus in said
         assert "Traceback" not in said
+
+
+@pytest.mark.peers
+def test_more_images_than_cifar_10_has_and_a_negative_number_of_gpus_are_refused(tmp_path: Path) -> None:
+    wrong = {"--train-size": ("60000", "from 1 to 50000"), "--gpus-per-machine": ("-1", "of at least 0")}
+    given = [("cifar10_gluon", "--data-dir", ".", option, number) for option, (number, _) in wrong.items()]
+    for (option, (number, expected)), (code, said) in zip(wrong.items(), mistaken(tmp_path, *given), strict=True):
+        assert code == 2
+        assert f"error: argument {option}: {number!r} is not a whole number {expected}\n" in said
 
 
 @pytest.mark.parametrize(

@@ -891,7 +891,8 @@ class CollectiveCalls:
 
     def _forget_store(self, store: AgreedStore) -> list[role.Action]:
         self._unlist(store)
-        self._queries.forget(store.number)  # Only a lost worker has not waited for the answers.
+        # No worker waits for the answers any more: each has closed the store, is lost, or was refused the store.
+        self._queries.forget(store.number)
 
         def forgotten(answers: Answers) -> list[role.Action]:
             # What the store was sent may come later than this: it names the epoch that is over.

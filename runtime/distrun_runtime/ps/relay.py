@@ -410,10 +410,10 @@ class Relay:
         if not message.is_reply:
             return []
         if message.request in self._sums:
-            if message.body.get("closed") and self._sums[message.request] in self.stores:
+            if message.body.get("closed"):
                 return []  # The owner has heard of CLOSE sooner than we: `forget` follows.
             del self._sums[message.request]
-            if message.is_error and not message.body.get("closed"):
+            if message.is_error:
                 return [role.Finish(1, f"a sum for another server was refused: {message.body.get('reason')}")]
             return self._acknowledged(message.request)
         if fetch is None:

@@ -159,6 +159,7 @@ class TryFill(EngineWork):
     """Find out whether the store's rule, if it has one, takes the values of an INIT, and change nothing."""
 
     link: str
+    store: Store
     message: Message
 
 

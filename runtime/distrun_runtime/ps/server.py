@@ -276,9 +276,11 @@ class Server:
                 return self._roster(message)
             case Kind.OPEN:
                 return self._open(message)
+            case Kind.RULE if message.body.get("check"):
+                return [role.Work(role.TryRule(message.store, message.body["spec"], message), reports=True)]
             case Kind.RULE:
-                kind = role.TryRule if message.body.get("check") else role.SetRule
-                return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
+                self._store(message.store)
+                return [role.Work(role.SetRule(message.store, message.body["spec"], message), reports=True)]
             case Kind.LOAD if message.body["action"] != "stage":
                 return [role.Work(role.Load(message.store, message), reports=True)]
             case Kind.SAVE | Kind.LOAD:
@@ -339,7 +341,10 @@ class Server:
         return [told, *self._pulls.drop_all(reason, who, rank)]
 
     def _cleared(self, what: role.Clear) -> list[role.Action]:
-        """The engine has forgotten the script that is over, or a store that is closed; so do we."""
+        """The engine has forgotten the script that is over, or a store that is closed; so do we.
+
+        What follows from earlier work has been decided and done before (`role.ALONE`).
+        """
         told = role.Send(role.SCHEDULER_LINK, answer(what.message))
         if what.store is not None:
             return [*self._forget(what.store), told]
@@ -602,7 +607,7 @@ class Server:
             store.fresh[shards] = True
             batch = role.Batch(store, shards, message, message.entries)
             return [role.Work(role.Assign(batch, link), reports=True)]
-        return [role.Work(role.TryFill(link, message), reports=True)]
+        return [role.Work(role.TryFill(link, store, message), reports=True)]
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
         """Take in new keys. All work before is done, and nothing is decided until it is known whether their values have
@@ -680,19 +685,28 @@ class Server:
                 return self._cleared(what)
             case role.Deliver():
                 return []  # The loop has sent the reply (`engine.Reply`).
+            case (
+                role.TryFill(store=store)
+                | role.Fill(batch=role.Batch(store=store))
+                | role.Assign(batch=role.Batch(store=store))
+                | role.Reserve(store=store)
+                | role.Forward(store=store)
+                | role.Lend(store=store)
+                | role.Add(batch=role.Batch(store=store))
+                | role.Check(batch=role.Batch(store=store))
+                | role.Step(batch=role.Batch(store=store))
+                | role.Apply(store=store)
+                | role.FinishUpdate(store=store)
+            ) if (
+                self._relay.store(relayed(store.number)) if store.is_relayed else self._stores.get(store.number)
+            ) is not store:
+                return []  # It is closed, or its script is over.
             case (role.Fill() | role.Assign()) as what if what.link:
                 return self._filled(what, event)
             case role.Reserve() | role.Forward() | role.Add() | role.Lend() | role.Assign():
                 return self._relay.worked(event)
             case role.Apply(store=store) if store.is_relayed:
                 return self._relay.worked(event)
-            case (
-                role.Check(batch=role.Batch(store=store))
-                | role.Step(batch=role.Batch(store=store))
-                | role.Apply(store=store)
-                | role.FinishUpdate(store=store)
-            ) if self._stores.get(store.number) is not store:
-                return []  # The script that it belonged to is over.
             case role.Apply() as what:
                 return self._rounds.applied(what, event)
             case role.Step() as what:
@@ -704,10 +718,10 @@ class Server:
                 return self._refuse_data(link, rank, batch.store, batch.message, entries=batch.entries, wrong=wrong)
             case role.Check(link, rank, batch):
                 return self._accept(link, rank, batch)
-            case role.TryFill(link, message) if event.error is not None:
+            case role.TryFill(link, _, message) if event.error is not None:
                 return [role.Send(link, failed(message, event))]
-            case role.TryFill(link, message):
-                return self._fill(link, self._store(message.store), message)
+            case role.TryFill(link, store, message):
+                return self._fill(link, store, message)
             case role.Release(link, message):
                 return [role.Send(link, answer(message) if event.error is None else failed(message, event))]
             case role.TryRule() | role.SetRule() | role.Save() | role.Load() as what:
@@ -724,8 +738,7 @@ class Server:
         body: dict[str, Any] = {}
         follows: list[role.Action] = []
         match what:
-            case role.SetRule():
-                store = self._store(what.store)
+            case role.SetRule() if (store := self._stores.get(what.store)) is not None:
                 store.has_rule, store.needs_norms = what.spec is not None, bool(event.value)
             case role.Save():
                 known = self._stores.get(what.store)

@@ -10,11 +10,12 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
@@ -51,7 +52,7 @@ def save(link: StoreLink, folder: str, residuals: Residuals, numbers: Mapping[Ke
         link.together(what, Kind.BARRIER, **_said(own))
         last = link.rank == 0 and _error(lambda: statefile.write_manifest(folder, manifest, host), link)
         link.together(what, Kind.BARRIER, **_said(last))
-    except KVError:
+    except (KVError, KeyboardInterrupt):
         if link.rank == 0:
             statefile.discard(folder, mine["part"])
         raise
@@ -71,7 +72,8 @@ def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> t
     folder, host = os.path.abspath(folder), link.node.config.host
     mine: dict[str, Any] = {}
     if link.rank == 0:
-        mine.update(_said(_error(lambda: mine.update(manifest=statefile.read_manifest(folder, host)))))
+        read = _error(lambda: mine.update(manifest=statefile.read_manifest(folder, host)), link, Kind.LOAD)
+        mine.update(_said(read))
     facts = link.together(what, Kind.LOAD, folder=folder, look=True, **mine)
     by_number = {number: (key, size) for key, (number, size) in keys.items()}
     name = statefile.worker_file(link.rank)
@@ -98,11 +100,12 @@ def _warn_of_residuals(workers: int, names: Collection[str], by: str) -> None:
     )
 
 
-def _error(act: Callable[[], object], link: StoreLink | None = None, kind: Kind = Kind.SAVE) -> str:
+def _error(act: Callable[[], object], link: StoreLink, kind: Kind = Kind.SAVE) -> str:
     """Do it, and return why it could not be done: the other workers must hear of it.
 
     Arguments:
-        link: of the store whose workers wait for this one in a call that it does not make if it is interrupted.
+        link: of the store whose workers wait for this one in a call that it does not make if `act` raises another
+            error than KVError.
         kind: what that call belongs to.
     """
     try:
@@ -110,8 +113,10 @@ def _error(act: Callable[[], object], link: StoreLink | None = None, kind: Kind 
     except KVError as err:
         return str(err)
     except BaseException as err:
-        if link is not None:
-            link.give_up(f"it was interrupted by {type(err).__name__}", kind)
+        name = type(err).__name__
+        # The process may have lost the job: then all are told anyway.
+        with suppress(RuntimeFault):
+            link.give_up(f"{name}: {err}" if isinstance(err, Exception) else f"it was interrupted by {name}", kind)
         raise
     return ""
 

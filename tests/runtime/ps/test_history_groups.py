@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import cluster
 import pytest
-from history_server import History, reason, said, values
+from gated_rules import Gate
+from history_server import SCHEDULER, History, Piece, data, reason, said, values
 from schedulerhistory import Job, finish, init, reasons, record, sends, spec, to
 
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
 from distrun_runtime.ps import agreement, role, statefile
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.relay import _Settling
 from distrun_runtime.ps.replies import refusal
 
@@ -666,13 +670,64 @@ def test_a_sum_that_its_owner_refuses_as_closed_is_waited_for_until_this_server_
     server = serving(workers=4, servers=2, has_keys=False)
     relay = server._loop._role._relay
     summed, settle = Message(Kind.PUSH, store=1, request=3), Message(Kind.SETTLE, store=1, request=9)
-    relay.stores[1], relay._sums = object(), {3: 1}
-    relay._settling = [_Settling("w0", settle, {3})]
+    relay._sums, relay._settling = {3: 1}, [_Settling("w0", settle, {3})]
     assert relay.heard(refusal(summed, "no", closed=True)) == []
     assert (relay._sums, [each.missing for each in relay._settling]) == ({3: 1}, [{3}])
-    relay.stores.clear()
-    [told] = relay.heard(refusal(summed, "no", closed=True))
-    assert (told.link, told.message.kind) == ("w0", Kind.SETTLE)
+    relay.forget(1)
+    assert (relay._sums, relay._settling) == ({}, [])
+    assert relay.heard(refusal(summed, "no", closed=True)) == []
+
+
+def test_nothing_follows_from_work_of_a_store_that_is_forgotten(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be that of another store by then, and an error of it may not end the server."""
+    works: list[role.EngineWork] = []
+    do = WorkEngine.do
+    monkeypatch.setattr(WorkEngine, "do", lambda engine, what: works.append(what) or do(engine, what))
+    server = serving(workers=4, servers=2, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, store=STORE, members=[0, 2], epoch=0)
+    server.scheduler(Kind.RULE, 7, store=STORE, spec=spec())
+    server.hear("w0", replace(server.initial({"a": [0, 0]}), store=STORE))
+    server.hear("w0", replace(server.initial({"b": [0, 0]}, owner=1), store=STORE, is_relayed=True))
+    for rank in (0, 2):
+        entries = entries_of([Entry(0, 0, 2, 1, 0, 0, Payload.PACKED)])
+        server.hear("w%d" % rank, Message(Kind.PUSH, store=STORE, entries=entries, payloads=[bytes(8)]))
+    before = [type(what) for what in works]
+    assert {role.SetRule, role.TryFill, role.Fill, role.Reserve, role.Apply} <= set(before)
+    server.scheduler(Kind.CLOSE, 9, store=STORE)
+    decides = server._loop._role
+    for what in works[: len(before)]:
+        for event in (role.WorkDone(what), role.WorkDone(what, MemoryError())):
+            sent = decides.handle(event, 1.0)
+            assert all(isinstance(each, role.Send) and each.link == SCHEDULER for each in sent), what
+    assert decides._stores == {}
+
+
+def test_what_follows_from_work_that_is_under_way_is_done_before_a_closed_store_is_forgotten(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
+    Gate.close()
+    server = serving(workers=4, has_keys=False, imports=("gated_rules",))
+    server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)
+    server.init({"a": [0, 0]})
+    server.rule("gated_rules:Gated")
+    server.transport.waits_for_engine = False
+    for number in (1, 2):
+        for rank in (0, 2):
+            server.push(rank, number, {"a": [1, 1]})
+    assert Gate.entered.wait(60)
+    server.transport.waits_for_engine = True
+    opening = threading.Timer(0.05, Gate.leave.set)
+    opening.start()
+    assert said(server.scheduler(Kind.CLOSE, 9)) == ["scheduler CLOSE"]
+    opening.join()
+    assert Gate.updates == 2, "the second round follows from the first"
+    assert server._loop._engine._values == {}
+    server.scheduler(Kind.OPEN, 10, members=[0, 2], epoch=1)
+    server.hear("w0", replace(server.initial({"a": [0, 0]}), epoch=1))
+    assert values(server.hear("w0", replace(data(Kind.PULL, [Piece(0)]), epoch=1))) == {"a": [0, 0]}
 
 
 def test_what_was_sent_to_an_earlier_store_of_a_number_does_not_meet_the_next_one(serving: Serving) -> None:

@@ -219,31 +219,108 @@ def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other
         assert made.run_sessions(script) == [[1.0] * 4]
 
 
-def test_who_waits_for_a_worker_whose_save_is_interrupted_is_told_and_all_may_save_again(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rank", "call", "function"),
+    [
+        (0, "save_states", "write_manifest"),
+        (1, "save_states", "write"),
+        (0, "load_states", "read_manifest"),
+        (1, "load_states", "read_residuals"),
+    ],
+)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
+def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_may_call_again(
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    call: str,
+    function: str,
+    error: type[BaseException],
 ) -> None:
-    write = statefile.write_manifest
+    usual = getattr(statefile, function)
+    interrupts: list[str] = []
 
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(statefile, "write_manifest", write)
-        raise KeyboardInterrupt
+    def interrupted(*arguments: Any) -> Any:
+        is_of_another = function in ("write", "read_residuals") and arguments[2] != statefile.worker_file(rank)
+        if not is_of_another and interrupts and interrupts.pop():
+            raise error("too deep")
+        return usual(*arguments)
 
-    def script(session: Any) -> str:
-        kv, said = open_store("dist_sync", session), ""
+    monkeypatch.setattr(statefile, function, interrupted)
+
+    def script(session: Any) -> tuple[str, str]:
+        kv = open_store("dist_sync", session)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 4, "min_size": 0})
         kv.init("w", full(1))
-        monkeypatch.setattr(statefile, "write_manifest", interrupted)
-        kv.barrier()
-        try:
-            kv.save_states(tmp_path)
-        except (KVError, KeyboardInterrupt) as err:
-            said = str(err)
+        kv.push("w", full(1))
         kv.save_states(tmp_path)
-        return said
+        kv.barrier()
+        if session.rank == rank:
+            interrupts.append(call)
+        kv.barrier()
+        kind, said = "", ""
+        try:
+            getattr(kv, call)(tmp_path)
+        except (KVError, error) as err:
+            kind, said = type(err).__name__, str(err)
+        getattr(kv, call)(tmp_path)
+        return kind, said
 
     with job(2, 2) as made:
-        first, second = made.run_sessions(script)
-    assert first == ""
-    assert second.endswith("worker-0 failed at save_states: it was interrupted by KeyboardInterrupt")
+        found = made.run_sessions(script)
+    assert found[rank] == (error.__name__, "too deep")
+    kind, said = found[1 - rank]
+    why = "it was interrupted by KeyboardInterrupt" if error is KeyboardInterrupt else "RecursionError: too deep"
+    assert kind == "KVError"
+    assert said.endswith(f"worker-{rank} failed at {call}: {why}")
+    assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+@pytest.mark.parametrize("function", ["write", "write_manifest"])
+def test_the_first_worker_removes_what_was_written_if_its_save_is_interrupted(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    usual = getattr(statefile, function)
+
+    def interrupted(*arguments: Any) -> Any:
+        if function == "write" and arguments[2] != statefile.worker_file(0):
+            return usual(*arguments)
+        raise KeyboardInterrupt
+
+    def script(session: Any) -> None:
+        kv = open_store("dist_sync", session)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 4, "min_size": 0})
+        kv.init("w", full(1))
+        kv.push("w", full(1))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(statefile, function, interrupted)
+            kv.save_states(tmp_path)
+
+    with job(1, 2) as made:
+        made.run_sessions(script)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise PeerLost("server-1 is lost")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def script(session: Any) -> None:
+        kv = open_store("dist_sync", session)
+        kv.init("w", full(1))
+        monkeypatch.setattr(statefile, "write_manifest", interrupted)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(kv._backend._link, "give_up", lost)
+            kv.save_states(tmp_path)
+
+    with job(1, 1) as made:
+        made.run_sessions(script)
 
 
 def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
