@@ -478,6 +478,8 @@ class JobMeasurement:
         self._pace_s = max(SNAPSHOT_S, SNAPSHOT_A_TASK_S * (len(plan.hosts) + len(plan.tasks)))
         self._look: Set[str] = set()
         """Hosts of which clients want more."""
+        self._ready: Set[str] = set()
+        """Places whose agents are ready."""
         self._is_wanted = False
         self._is_changed = False
         """Since the last snapshot."""

@@ -19,14 +19,16 @@ def hosts_of(count: int) -> tuple[str, ...]:
 
 def test_a_host_that_is_looked_at_measures_every_second_and_no_more_afterwards() -> None:
     job = MeasuredJob(sample_plan(500, 0, hosts_of(500)), 5.0)
+    job.tell(messages.AgentReady("h1", "10.0.0.1"))
     job.tell(messages.MetricsWanted(True, ("h1", "h77", "no host")))
-    assert job.intervals == [("h1", 1.0), ("h77", 1.0)]
-    job.tell(messages.AgentReady("h77", "10.0.0.1"))
-    assert job.intervals[2:] == [("h77", 1.0)], "it begins as `begin` said, however early it was looked at"
+    assert job.intervals == [("h1", 1.0)], "a host without an agent is told nothing: it may still be connecting"
+    job.tell(messages.AgentReady("h77", "10.0.0.2"))
+    assert job.intervals[1:] == [("h77", 1.0)], "it begins as `begin` said, however early it was looked at"
     job.tell(messages.MetricsWanted(True, ("h1",)))
-    assert job.intervals[3:] == [("h77", 5.0)]
+    assert job.intervals[2:] == [("h77", 5.0)]
+    job.tell(messages.AgentLost("h77", "gone"))
     job.tell(messages.MetricsWanted(False, ()))
-    assert job.intervals[4:] == [("h1", 5.0)]
+    assert job.intervals[3:] == [("h1", 5.0)]
 
 
 def test_in_a_small_job_looking_changes_nothing() -> None:
@@ -40,6 +42,8 @@ def test_to_look_at_a_node_is_to_look_at_all_its_agents() -> None:
     places = tuple(Place(str(task.rank), task.host) for task in plan.tasks)
     tasks = tuple(task._replace(place=str(task.rank)) for task in plan.tasks)
     job = MeasuredJob(plan._replace(hosts=(Host("d1"), Host("d2")), places=places, tasks=tasks), 2.0)
+    for place in places:
+        job.tell(messages.AgentReady(place.name, "10.0.0.1"))
     job.tell(messages.MetricsWanted(True, ("d1",)))
     assert job.intervals == [("0", 1.0), ("2", 1.0)]
 
