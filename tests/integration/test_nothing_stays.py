@@ -363,23 +363,6 @@ def test_ctrl_z_pauses_the_printing_and_the_job_goes_on(distrun: Distrun) -> Non
     assert (distrun.home / "out").read_text().count("line") == 2
 
 
-def test_the_private_folder_of_a_job_is_removed(distrun: Distrun) -> None:
-    job = Job(distrun, "obeys")
-    assert list((distrun.home / "run").rglob("token"))
-    job.launcher.terminate()
-    job.ends()
-    assert not [path for path in (distrun.home / "run").rglob("*") if path.is_file()]
-
-
-def test_no_zombie_and_no_descriptor_reaches_a_task(distrun: Distrun) -> None:
-    """A task has its three streams and the publish pipe."""
-    result = distrun.launch(
-        "-n", "1", "-s", "0", "--no-prefix", "bash", "-c", "ls /proc/$$/fd; echo $DISTRUN_PUBLISH_FD"
-    )
-    *fds, publish = result.stdout.decode().split()
-    assert set(fds) == {"0", "1", "2", publish}
-
-
 def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distrun) -> None:
     """A pipe that nobody reads holds back the last lines; Ctrl-C then ends the wait."""
     read, write = os.pipe()
