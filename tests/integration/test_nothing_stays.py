@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -216,18 +215,6 @@ def test_a_guard_that_is_frozen_does_not_stay_behind_a_job_that_ended_well(distr
     (distrun.work / "go").touch()
     assert job.ends() == 0
     assert "ended pid %d (distrun's guard)" % guard in job.words
-
-
-@pytest.mark.slow
-def test_an_agent_that_is_frozen_is_a_lost_host_whose_processes_are_ended(distrun: Distrun) -> None:
-    job = Job(distrun, "obeys", "-n", "2", "-s", "0", "--grace", "1", "--suspect-after", "1", "--lost-after", "3")
-    guard, agent = job.agents()
-    for pid in (guard, agent):
-        os.kill(pid, signal.SIGSTOP)
-    assert job.ends() == 7
-    assert re.search(
-        r"distrun: error: lost .*: silent for \d+ s; \d+ processes left there were ended$", job.words, re.M
-    )
 
 
 @pytest.mark.parametrize("kind", ["obeys", "stubborn", "setsid", "double-fork"])
