@@ -227,7 +227,9 @@ def test_a_command_that_takes_too_long_is_stopped_and_then_given_up() -> None:
     assert history.did(StopTasks) == []
     history.wait(0.1, "a")
     assert history.did(StopTasks) == [StopTasks("a", ("worker-0",), (("TERM", GRACE_S), ("KILL", 0.0)))]
-    history.wait(GRACE_S + SETTLE_S, "a")
+    history.wait(GRACE_S + SETTLE_S - 0.1, "a")
+    assert not command.found
+    history.wait(0.1, "a")
     assert problem(command).text == "its agent did not say that the command has ended"
 
 
@@ -271,6 +273,12 @@ def test_output_that_does_not_come_any_more_is_no_reason_to_wait_for_ever() -> N
     assert (exec_command.exit_code(command.found), exec_command.remarks(command.found)) == (3, [f"error: a: {text}"])
     (row,) = exec_command.as_json(command.found)
     assert (row["code"], row["stdout"], row["problem"]["kind"]) == (0, "abc", "timeout")
+
+
+def test_of_output_in_pieces_no_more_is_kept_than_the_limit() -> None:
+    command, history = running("a", keep=3)
+    history.tell(output(0, b"ab"), output(2, b"cd"), exited(out=4))
+    assert (bytes(ran(command).out), ran(command).is_cut) == (b"abc", True)
 
 
 def test_output_that_still_comes_after_the_end_is_waited_for() -> None:
