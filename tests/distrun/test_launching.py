@@ -229,6 +229,21 @@ def test_a_coordinator_that_fails_before_its_job_begins_leaves_no_agent(
     assert not left_of(ready.plan)
 
 
+def test_a_job_that_is_interrupted_before_its_loop_leaves_no_agent(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*of: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    ready = prepare(store)
+    ready.backend.start_agents(ready.plan)
+    assert left_of(ready.plan)
+    monkeypatch.setattr(type(ready.backend), "boot", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launching.coordinate(ready, store.create(ready.plan), None)  # type: ignore[arg-type]  # nothing is said
+    assert not left_of(ready.plan)
+
+
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
