@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ from distrun import client, killing, planning
 from distrun.client import CoordinatorLost
 from distrun.errors import UsageError
 from distrun.request import JobRequest
-from distrun_runtime.contract import process, session
+from distrun_runtime.contract import session
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -130,30 +129,6 @@ def test_a_refusal_is_told(folder: JobFolder, place: Path) -> None:
         client.connect(folder)
     other.close()
     assert caught.value.hint == "end one"
-
-
-def test_a_socket_that_nobody_serves_is_a_lost_coordinator(folder: JobFolder, place: Path) -> None:
-    folder.write_control(str(place))
-    control = json.loads((folder.path / "control.json").read_text())
-    (folder.path / "control.json").write_text(json.dumps({**control, "start": "proc:another-boot:1"}))
-    with pytest.raises(CoordinatorLost, match=r"its coordinator \(pid \d+ on .*\) is gone") as caught:
-        client.connect(folder)
-    assert f"distrun kill {folder.id}" in caught.value.hint
-
-
-def test_control_json_says_where_the_coordinator_is(folder: JobFolder) -> None:
-    assert folder.control() is None
-    folder.write_control("/var/tmp/distrun-0/j.s")
-    who = process.identity(os.getpid())
-    assert folder.control() == {
-        "version": 1,
-        "host": socket.gethostname(),
-        "boot": process.boot_id(),
-        "pid": who.pid,
-        "start": who.start,
-        "path": "/var/tmp/distrun-0/j.s",
-        "login": "",
-    }
 
 
 def test_kill_falls_back_on_a_signal_where_nobody_answers(folder: JobFolder, place: Path) -> None:

@@ -66,12 +66,6 @@ def test_preparing_makes_nothing(store: JobStore, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_has_a_placeholder_and_no_token(store: JobStore) -> None:
-    ready = prepare(store, dry_run=True, run_dir=Path("/somewhere/../runs"))
-    assert (ready.plan.job, ready.secrets.token) == ("dry-run", "")
-    assert ready.plan.task("worker-0").env["DISTRUN_RUN_DIR"] == "/runs/dry-run"
-
-
 def test_a_job_that_is_over_is_swept_of_what_would_not_die_then(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,40 +170,6 @@ def test_what_a_command_is_called_says_nothing_about_its_end(store: JobStore, mo
 
 def request_of(**more: Any) -> JobRequest:
     return JobRequest(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (
-            request_of(port_range="7000-7003"),
-            "has 4 ports, and host .* needs 5: 1 scheduler . 1 server . 1 worker . 2 held",
-        ),
-        (
-            request_of(servers=2, workers=2, port_range="7000-7000"),
-            r"has 1 port, .* 7: 1 scheduler \+ 2 servers \+ 2 workers",
-        ),
-        (request_of(servers=0, port_range="7000-7000"), r"has 1 port, .* 2: 2 held for other programs \(jax, master\)"),
-        (request_of(python="/nope"), "--python: there is no program '/nope' on this machine"),
-    ],
-)
-def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, request_: JobRequest, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        prepare(store, request_)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        request_of(port_range="7000-7004"),
-        request_of(servers=0, port_range="7000-7001"),
-        request_of(port_range="7000-7002", ps="command"),
-        request_of(servers=0, python="/nope"),
-        request_of(python="sh"),
-    ],
-)
-def test_what_just_works_is_not_refused(store: JobStore, request_: JobRequest) -> None:
-    assert prepare(store, request_).plan.tasks
 
 
 def test_the_python_of_servers_may_be_named_below_the_home(

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 from hostlab.layout import address, address6
-from lab import ROOT, Done, Site, wait_until
+from lab import ROOT, Done, Site
 
 HERE = "test_compat_launch.py"
 CLI = "../distrun/cli/test_compat_cli.py"
 FAILURES = "test_lab_failures.py"
+LOCAL = "test_launch_local.py"
+LAUNCH_ENDS = "test_a_signal_that_ends_launch_ends_its_job_and_other_clients_get_the_jobs_code"
 
 ROWS = {
     "P1 launch.py -n 2 --launcher ssh -H hosts": (HERE, "test_the_first_command_line_of_the_tutorial_runs"),
@@ -29,7 +31,7 @@ ROWS = {
     "P3 as many servers as workers; -s 0": (HERE, "test_five_hosts_and_three_workers_are_placed_as_launch_py_does"),
     "P4 placement": (HERE, "test_five_hosts_and_three_workers_are_placed_as_launch_py_does"),
     "P5 launchers; hosts are needed by ssh": (CLI, "test_a_command_line_of_launch_py_means_what_it_meant"),
-    "P6 local instead of ssh": (HERE, "test_local_instead_of_ssh_just_works_with_the_hosts_file_left_there"),
+    "P6 local instead of ssh": (LOCAL, "test_the_local_launcher_takes_hosts_and_sync_with_a_note"),
     "P7 --sync-dst-dir": (HERE, "test_a_quoted_command_is_run_by_the_shell_of_each_host"),
     "P8 the same directory everywhere": (HERE, "test_the_first_command_line_of_the_tutorial_runs"),
     "P8 it is missing": (FAILURES, "test_a_folder_that_hosts_do_not_have_is_told_with_the_option_that_brings_it"),
@@ -39,9 +41,9 @@ ROWS = {
     "P12 DMLC_INTERFACE": (HERE, "test_the_interface_that_is_exported_gives_every_task_its_address"),
     "P13 PS_VERBOSE, PS_RESEND": (HERE, "test_what_is_exported_for_debugging_reaches_every_role_on_every_host"),
     "P14 by hand": (HERE, "test_a_job_may_be_started_by_hand_over_two_hosts"),
-    "P15 dmlc_local.py": (HERE, "test_the_quick_test_of_dmlc_local_runs"),
-    "P16 a worker crashes": (HERE, "test_a_crash_of_one_worker_ends_a_synchronous_job_that_waits_for_it"),
-    "P17 the stack's variables": (HERE, "test_the_hosts_file_of_the_stack_is_used_when_no_other_is_named"),
+    "P15 dmlc_local.py": (LOCAL, "test_two_workers_add_through_two_servers"),
+    "P16 a worker crashes": (FAILURES, "test_a_worker_that_is_killed_is_the_culprit_though_others_fail_of_its_loss"),
+    "P17 the stack's variables": ("../distrun/cli/test_cli.py", "test_hosts_named_by_the_environment_mean_ssh"),
     "P18 libraries beside the script": (HERE, "test_what_lies_elsewhere_is_copied_along"),
 }
 BUGS = {
@@ -53,18 +55,18 @@ BUGS = {
     "6 IPv6": (HERE, "test_comments_and_ipv6_addresses_stand_in_the_hosts_file"),
     "7 options of the program": (HERE, "test_words_arrive_at_other_hosts_as_they_were_typed"),
     "8 -s 0 with a plain program": (HERE, "test_a_plain_program_without_servers_ends_well"),
-    "9 a hosts file and local": (HERE, "test_local_instead_of_ssh_just_works_with_the_hosts_file_left_there"),
+    "9 a hosts file and local": (LOCAL, "test_the_local_launcher_takes_hosts_and_sync_with_a_note"),
     "10 rsync fails on one host": ("test_sync.py", "test_a_failed_host_is_exit_code_4_and_the_others_have_it"),
     "11 two launches at once": (FAILURES, "test_two_jobs_with_servers_on_the_same_hosts_both_end_well"),
     "12 no such directory": (FAILURES, "test_a_folder_that_hosts_do_not_have_is_told_with_the_option_that_brings_it"),
-    "13 SIGINT": (FAILURES, "test_nothing_stays_when_the_launcher_ends"),
-    "14 SIGTERM": (FAILURES, "test_nothing_stays_when_the_launcher_ends"),
-    "15 SIGKILL": (FAILURES, "test_nothing_stays_when_the_launcher_ends"),
+    "13 SIGINT": ("test_lab_clients.py", LAUNCH_ENDS),
+    "14 SIGTERM": ("test_lab_clients.py", LAUNCH_ENDS),
+    "15 SIGKILL": ("test_lab_clients.py", LAUNCH_ENDS),
     "16 secrets on command lines": (FAILURES, "test_a_secret_is_on_no_command_line_and_in_no_file_of_any_host"),
     "17 an alias": (HERE, "test_names_of_the_ssh_configuration_are_no_addresses"),
-    "18 variables of one role": (HERE, "test_variables_of_one_role_are_of_that_role_only"),
-    "19 a server crashes": (FAILURES, "test_a_server_or_scheduler_that_is_killed_ends_the_job_and_is_named"),
-    "20 out of memory": (HERE, "test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that"),
+    "18 variables of one role": (LOCAL, "test_every_task_knows_what_it_is"),
+    "19 a server crashes": ("test_nothing_stays.py", "test_a_bundled_server_or_scheduler_that_dies_fails_the_job"),
+    "20 out of memory": (FAILURES, "test_a_worker_that_the_kernel_kills_for_its_memory_is_named_with_that_guess"),
 }
 
 TRAIN = """\
@@ -193,29 +195,6 @@ def test_a_quoted_command_is_run_by_the_shell_of_each_host(python: Site) -> None
         assert (lab[host].root / "home/cifar10_dist/data/labels").read_text() == "cat dog"
 
 
-def test_local_instead_of_ssh_just_works_with_the_hosts_file_left_there(lab: Site) -> None:
-    (lab.work / "train_mnist.py").write_text(TRAIN)
-    (lab.work / "hosts").write_text("172.30.0.172\n172.30.0.171\n")
-    done = typed(lab, "-n 2 --launcher local -H hosts " + MNIST.replace("python", shlex.quote(sys.executable)))
-    assert set(said(done).values()) == {"sum 3 of 2 in %s lenet" % lab.work}
-    assert "is ignored" in done.err
-    assert set(placed(lab).values()) == {"launcher"}
-
-
-def test_the_quick_test_of_dmlc_local_runs(lab: Site) -> None:
-    """`dmlc_local.py -n 2 -s 2 python train.py`"""
-    (lab.work / "train.py").write_text(TRAIN)
-    found = said(typed(lab, "-n 2 -s 2 %s train.py" % shlex.quote(sys.executable)))
-    assert sorted(found) == ["worker-0@launcher", "worker-1@launcher"]
-    assert sorted(placed(lab)) == ["scheduler", "server-0", "server-1", "worker-0", "worker-1"]
-
-
-def test_the_hosts_file_of_the_stack_is_used_when_no_other_is_named(lab: Site) -> None:
-    env = {"DEEPLEARNING_WORKERS_PATH": lab.hosts_file("h3", "h4"), "DEEPLEARNING_WORKERS_COUNT": "2"}
-    done = lab.distrun("launch", "-n", "2", "-s", "0", "hostname", cwd=Path("/tmp"), env=env)
-    assert said(done) == {"worker-0@h3": "h3", "worker-1@h4": "h4"}
-
-
 # Words, hosts files, variables.
 
 
@@ -298,13 +277,6 @@ def test_what_is_exported_for_debugging_reaches_every_role_on_every_host(lab: Si
     assert found == {task: role + " 2 1 500" for task, role in roles.items()}
 
 
-def test_variables_of_one_role_are_of_that_role_only(lab: Site) -> None:
-    script = "echo $OMP_NUM_THREADS; " + SERVERS_STAY
-    told = ("--env-server", "OMP_NUM_THREADS:3", "--env-worker", "OMP_NUM_THREADS=5", "--ps", "command", script)
-    found = said(lab.distrun("launch", "-H", lab.hosts_file("h1"), "-n", "1", "-s", "1", *told, cwd=Path("/tmp")))
-    assert found == {"scheduler@h1": "", "server-0@h1": "3", "worker-0@h1": "5"}
-
-
 def test_what_lies_elsewhere_is_copied_along(lab: Site) -> None:
     """`cp -r ../../python/mxnet .; cp -r ../../lib/libmxnet.so mxnet`, without making a mess of the folder."""
     outside = lab.home_folder / "python" / "mxnet"
@@ -339,24 +311,3 @@ def test_a_job_may_be_started_by_hand_over_two_hosts(python: Site) -> None:
     ]
     assert [each.wait() for each in started] == [0] * 5, "".join(each.err for each in started)
     assert [each.out for each in started] == [""] * 3 + ["sum 3 of 2 in /tmp/by-hand vgg11\n"] * 2
-
-
-def test_a_crash_of_one_worker_ends_a_synchronous_job_that_waits_for_it(python: Site) -> None:
-    """launch.py's users wait for ever, and then are told to `pkill -f python` on every host."""
-    lab = python
-    crash = 'if kv.rank == 1:\n    os._exit(9)\nkv.push("w", np.ones(4))\nkv.pull("w", out=out)\n'
-    (lab.work / "train_mnist.py").write_text(TRAIN + crash)
-    (lab.work / "hosts").write_text("h1\nh2\n")
-    done = typed(lab, "-n 2 -H hosts --sync-dst-dir /tmp/crash " + MNIST)
-    assert done.code == 9, done.err
-    assert "worker-1 on h2 failed with exit code 9" in done.err
-    wait_until(lambda: not lab.leftovers(), 60, "nothing is left")
-
-
-def test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that(lab: Site) -> None:
-    lab["h2"].mem(80)
-    code = "import os; x = bytearray(300 << 20) if os.environ['RANK'] == '1' else __import__('time').sleep(60)"
-    told = ("-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "/usr/bin/python3", "-c", code)
-    done = lab.distrun("launch", *told, cwd=Path("/tmp"))
-    assert done.code == 137, done.err
-    assert "worker-1 on h2 was ended by signal KILL" in done.err

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-
-from lab import Site, wait_until
+from lab import Site
 
 SHOW = "import os, sys; print(*('%s=%s' % (n, os.environ.get(n)) for n in sys.argv[1:]))"
 
@@ -67,43 +64,3 @@ def test_what_launch_py_gave_its_tasks_arrives(lab: Site) -> None:
     done = lab.distrun(*words, "--dry-run", *show, env=env)
     assert "env: AWS_SECRET_ACCESS_KEY=***\n" in done.out
     assert "-4711" not in done.out + done.err
-
-
-def test_forwarded_values_are_on_no_command_line_and_in_no_file(lab: Site) -> None:
-    words = ("-n", "1", "-s", "0", "--hosts", "h1", "--env", "MY_PASSWORD")
-    (lab.work / "wait.py").write_text("import time; print('up', flush=True); time.sleep(60)")
-    env = {"PS_SOMETHING": "value-4711", "MY_PASSWORD": "secret-4711", **KEYS}
-    running = lab.start("launch", *words, "--sync-dst-dir", "/tmp/environment", "python3", "wait.py", env=env)
-    wait_until(lambda: "up" in running.out, 60, "the worker is up")
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open("/proc/%s/cmdline" % entry, "rb") as file:
-                    line = file.read()
-            except OSError:
-                continue
-            assert b"-4711" not in line, line
-    written = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l -e -4711 {} +"
-    assert lab["h1"].exec("sh", "-c", written, check=False) == ""
-    found = subprocess.run(
-        ["grep", "-rl", "-e", "-4711", str(lab.home_folder), lab.cache], capture_output=True, check=False
-    )
-    assert found.stdout == b""
-    running.signal(2)
-    assert running.wait() == 130
-    assert "-4711" not in running.out + running.err
-
-
-def test_what_activation_leaves_is_what_tasks_start_from(lab: Site) -> None:
-    (lab.work / "show.py").write_text(SHOW)
-    words = ("-n", "2", "-s", "0", "--hosts", "h1,h2", "--no-prefix", "--sync-dst-dir", "/tmp/environment")
-    command = ("python3", "show.py", "ONE", "TWO")
-    done = lab.distrun(
-        "launch", *words, "--activate", "export ONE=1", "--activate", 'TWO="$ONE & 2"; export TWO', *command
-    )
-    assert done.code == 0, done.err
-    assert done.out == "ONE=1 TWO=1 & 2\n" * 2
-    done = lab.distrun("launch", *words, "--activate", "venv:/not/there", *command)
-    assert done.code == 3, done.err
-    assert "there is no /not/there/bin/activate on this host" in done.err
-    assert done.out == ""

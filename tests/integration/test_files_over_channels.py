@@ -148,14 +148,6 @@ def test_a_full_disk_ends_the_job_and_is_told_with_host_and_path(run: Run, disk:
     assert not run.sink.text
 
 
-def test_an_empty_folder_with_too_little_room_is_refused_before_anything_is_sent(run: Run, disk: Path) -> None:
-    (run.source / "big").write_bytes(os.urandom(3_000_000))
-    run.dst = disk / "job"
-    outcome = run()
-    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
-    assert "too little room" in outcome.message
-
-
 def test_delete_removes_what_only_the_host_has_but_for_what_patterns_leave_out(run: Run) -> None:
     rules = CopyRules(excludes=("*.ckpt", "/logs/", "+ /keep/me", "/keep/**"))
     assert run(delete=True, rules=rules).exit_code == 0
@@ -176,15 +168,6 @@ def test_without_delete_what_only_the_host_has_stays(run: Run) -> None:
     assert run().exit_code == 0
     assert run.found == {"hello", "mine"}
     assert not (run.dst / MARKER).exists()
-
-
-def test_delete_is_refused_in_a_folder_that_had_files_before(run: Run) -> None:
-    run.dst.mkdir()
-    (run.dst / "mine").write_text("mine")
-    outcome = run(delete=True)
-    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
-    assert "--sync-delete would remove your own files" in outcome.message
-    assert (run.dst / "mine").exists()
 
 
 def test_nothing_is_copied_onto_the_source_itself_not_even_where_its_identity_says_nothing(

@@ -52,7 +52,8 @@ def fill(folder: Path) -> None:
 def test_a_job_that_ends_on_a_full_disk_has_ended_as_it_did(code: int, state: str, distrun: Distrun) -> None:
     done = distrun.launch("-n", "2", "-s", "0", "--no-prefix", FILL % code)
     assert done.returncode == code, done.stderr.decode()
-    assert b"No space left on device" in done.stderr
+    assert 1 <= done.stderr.count(b"No space left on device") <= 4, "a warning, not one for each line"
+    assert code or len(done.stdout.splitlines()) == 60000
     shown = json.loads(distrun.run("status", distrun.job.name, "--json").stdout)["job"]
     assert (shown["state"], shown["exit_code"]) == (state, code)
     assert {task["state"] for task in shown["tasks"]} <= {"exited", "failed", "stopped"}

@@ -76,50 +76,14 @@ def test_marks_are_ascii_where_nothing_else_can_be_shown(lab: Site) -> None:
     assert any(line.startswith("ok") for line in done.out.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("fault", "check"),
-    [
-        ("reject", "connection"),
-        ("down", "connection"),
-        ("stop", "connection"),
-        ("rekey", "host key"),
-        ("lock", "login"),
-    ],
-)
-def test_a_host_that_cannot_be_used_says_how_far_we_came(lab: Site, fault: str, check: str) -> None:
-    if fault == "reject":
-        lab["h2"].reject(22)
-    elif fault == "lock":
-        lab["h2"].restart_sshd({"AuthorizedKeysFile": "/none"})
-    else:
-        lab.fault(fault, "h2")
+def test_a_host_that_cannot_be_used_says_how_far_we_came(lab: Site) -> None:
+    lab["h2"].restart_sshd({"AuthorizedKeysFile": "/none"})
     value = doctor(lab)
     assert value["exit_code"] == 3
-    assert ("h2", check) in found(value, "bad")
-    assert row(value, "h2", check)["fix"]
+    assert ("h2", "login") in found(value, "bad")
+    assert row(value, "h2", "login")["fix"]
     # The others are examined all the same.
     assert row(value, "h1", "data ports")["mark"] == row(value, "h3", "data ports")["mark"] == "ok"
-
-
-def test_an_unknown_name_is_told(lab: Site) -> None:
-    value = doctor(lab, hosts="h1,nosuch")
-    assert found(value, "bad") == [("nosuch", "name")]
-
-
-def test_no_python_is_told(lab: Site) -> None:
-    spoil(lab, "rm -f /usr/bin/python3* /usr/local/bin/python3*")
-    value = doctor(lab)
-    assert ("h2", "agent") in found(value, "bad")
-    assert row(value, "h2", "agent")["fix"]
-
-
-def test_modules_that_servers_need_are_asked_for_with_their_interpreter(lab: Site) -> None:
-    done = lab.distrun("doctor", "--hosts", "h1", "--json", *TIMES, cwd=ROOT)
-    assert done.code == 3
-    fix = row(json.loads(done.out), "h1", "server python")["fix"].splitlines()
-    assert fix[0] == "for servers: distrun doctor --hosts h1 --connect-timeout 8 --fix"
-    # Debian lets pip install into virtual environments only.
-    assert "ssh h1 '/usr/bin/python3 -m venv ~/venv && ~/venv/bin/pip install numpy pyzmq'" in fix[1]
 
 
 def test_a_folder_that_is_not_there_proposes_to_copy(lab: Site) -> None:

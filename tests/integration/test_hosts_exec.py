@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from hostlab import Process
 from lab import Site, wait_until
 
-ROOT = Path("/")
 LIMIT_S = 60.0
 
 
@@ -108,8 +106,3 @@ def test_without_hosts_it_says_how_to_name_them(lab: Site) -> None:
     done = lab.distrun("exec", "hostname")
     assert done.code == 2
     assert "--hosts" in done.err
-
-
-def test_hosts_may_come_from_the_environment(lab: Site) -> None:
-    done = lab.distrun("exec", "hostname", env={"DISTRUN_HOSTFILE": lab.hosts_file("h3")})
-    assert (done.code, done.out.splitlines()[-1]) == (0, "h3")

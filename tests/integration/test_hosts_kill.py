@@ -175,27 +175,6 @@ def test_another_users_process_and_unmarked_ones_survive(lab: Site) -> None:
         assert [each.pid for each in job.left()] == [foreign.pid]
 
 
-def test_nobody_to_ask_means_nothing_is_ended(lab: Site) -> None:
-    job = Job(lab, "h1")
-    job.orphan()
-    done = kill(lab, hosts=("h1",))
-    assert done.code == 2
-    assert "-y answers yes" in done.err
-    assert job.left()
-    assert kill(lab, "-y", job.id, hosts=("h1",)).code == 0
-    assert job.left() == []
-
-
-def test_only_the_jobs_that_are_named_are_ended(lab: Site) -> None:
-    one, other = Job(lab, "h1"), Job(lab, "h1")
-    one.orphan()
-    other.orphan()
-    assert kill(lab, "-y", one.id, hosts=("h1",)).code == 0
-    assert one.left() == []
-    assert other.left()
-    assert kill(lab, "-y", hosts=("h1",)).code == 0
-
-
 def test_a_host_that_cannot_be_reached_is_a_row_and_the_others_are_swept(lab: Site) -> None:
     job = Job(lab, "h1")
     job.orphan()
@@ -234,14 +213,6 @@ def test_kill_by_name_tells_a_host_that_cannot_be_reached(lab: Site) -> None:
     assert [line.partition(": ")[0] for line in again["jobs"][0]["unasked"]] == ["h2"]
     lab["h2"].clear()
     assert lab.distrun("kill", job.id, "--grace", "1").code == 0
-    assert job.left() == []
-
-
-def test_kill_by_name_stops_a_job_that_runs(lab: Site) -> None:
-    job = Job(lab, "h1", "h2")
-    done = lab.distrun("kill", job.id)
-    assert done.code == 0
-    assert job.launcher.wait() == 143
     assert job.left() == []
 
 

@@ -189,32 +189,6 @@ def test_options_of_a_host_hold_from_its_boot_until_the_test_ends(lab: Site) -> 
     assert lab.run("ssh", "h1", "command -v python3").out == "/usr/bin/python3\n"
 
 
-def test_pulled_cables_are_silence_and_connections_go_on_later(lab: Site, peer: Peer) -> None:
-    lab["h2"].down()
-    assert peer.sees(0.5) == "silence"
-    assert reaches(lab, "h2", wait_s=1.0) == "silence"
-    lab["h2"].up()
-    peer.sees_in_time("echo")
-    assert reaches(lab, "h2") == "SSH"
-
-
-def test_a_drop_is_between_two_only(lab: Site, peer: Peer) -> None:
-    lab["h2"].drop("h1")
-    assert peer.sees() == "echo"
-    lab["h2"].drop("launcher")
-    assert peer.sees(0.5) == "silence"
-    lab["h2"].undrop("launcher")
-    peer.sees_in_time("echo")
-
-
-def test_a_rejected_port_refuses_and_others_do_not(lab: Site, peer: Peer) -> None:
-    lab["h2"].reject(22)
-    assert reaches(lab, "h2") == "ConnectionRefusedError"
-    assert peer.sees() == "echo"
-    lab["h2"].reject(9999)
-    assert peer.sees() == "ConnectionResetError"
-
-
 def test_loss_delay_and_rate_do_what_they_say(lab: Site, peer: Peer) -> None:
     lab["h2"].loss(100)
     assert peer.sees(0.5) == "silence"
@@ -258,12 +232,6 @@ def test_a_killed_host_is_heard_of_and_boots_empty(lab: Site, peer: Peer) -> Non
     assert lab.run("ssh", "-o", "StrictHostKeyChecking=yes", "h2", "ls /tmp").out == EMPTY
 
 
-def test_a_host_without_power_is_silent(lab: Site, peer: Peer) -> None:
-    lab["h2"].poweroff()
-    assert peer.sees(0.5) == "silence"
-    assert reaches(lab, "h2", wait_s=1.0) == "silence"
-
-
 def test_a_killed_session_leaves_what_ran_in_it(lab: Site) -> None:
     session = lab.spawn("ssh", "h2", "echo up; exec sleep 300")
     wait_until(lambda: "up" in session.out, LIMIT_S)
@@ -273,42 +241,11 @@ def test_a_killed_session_leaves_what_ran_in_it(lab: Site) -> None:
     end_all(lab.strangers())
 
 
-def test_sshd_restarts_while_sessions_go_on(lab: Site) -> None:
-    session = lab.spawn("ssh", "h2", "echo up; read word; echo $word", stdin=subprocess.PIPE)
-    wait_until(lambda: "up" in session.out, LIMIT_S)
-    lab["h2"].restart_sshd({"MaxStartups": "1:100:1"})
-    session.write(b"still\n")
-    assert session.wait(LIMIT_S) == 0
-    assert "still" in session.out
-
-
-def test_small_means_are_felt(lab: Site) -> None:
-    lab["h2"].disk(1)
-    assert "No space left" in lab.run("ssh", "h2", "head -c 3000000 /dev/zero >/tmp/big").err
-    lab["h2"].mem(60)
-    done = lab.run("ssh", "h2", "/usr/bin/python3 -c 'x = bytearray(200 << 20)'; echo $?")
-    assert done.out.split() == ["137"]
-    lab["h2"].clear()
-    assert lab.run("ssh", "h2", "head -c 3000000 /dev/zero >/tmp/big").code == 0
-    lab["h2"].pids(12)
-    children = 'import subprocess; kept = [subprocess.Popen(["sleep", "9"]) for _ in range(20)]'
-    assert "BlockingIOError" in lab.run("ssh", "h2", "/usr/bin/python3 -c '%s'; pkill sleep" % children).err
-
-
 def test_a_limit_of_processor_time_holds(lab: Site) -> None:
     lab["h2"].cpu(10)
     code = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
     done = lab.run("ssh", "h2", "/usr/bin/python3 -c '%s'" % code)
     assert float(done.out) < 0.5
-
-
-def test_another_host_key_is_noticed(lab: Site) -> None:
-    lab["h4"].rekey()
-    done = lab.run("ssh", "h4", "true")
-    assert done.code == 255
-    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.err
-    lab.restore()
-    assert lab.run("ssh", "h4", "true").code == 0
 
 
 def test_processes_of_a_job_are_found_wherever_they_hide(lab: Site) -> None:

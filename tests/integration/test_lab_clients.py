@@ -16,9 +16,8 @@ import time
 
 import pytest
 from lab import Running, Site, wait_until
-from labjob import EVERYWHERE, LIMIT_S, OBEYS, SHORT, WHEN_TOLD, Job, nothing_remains, nothing_stays
+from labjob import ESCAPES, EVERYWHERE, LIMIT_S, OBEYS, SHORT, WHEN_TOLD, Job, nothing_remains, nothing_stays
 
-GO_ON = "echo up; " + WHEN_TOLD + "echo over"
 ENDS = {
     signal.SIGINT: (130, True),
     signal.SIGTERM: (143, True),
@@ -76,19 +75,6 @@ def test_a_job_is_left_by_closing_its_terminal_read_from_another_one_and_stopped
     nothing_stays(lab)
 
 
-def test_a_terminal_that_closes_stops_a_job_that_was_not_detached(lab: Site) -> None:
-    words = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", GO_ON)
-    terminal = lab.in_terminal(*words, cwd=EVERYWHERE)
-    terminal.expect("| up", 2)
-    job = only_job(lab)
-    other = attached(lab, job)
-    terminal.close()
-    terminal.process.wait(LIMIT_S)
-    assert other.wait(LIMIT_S) == 129, other.err
-    assert lab.distrun("wait", job).code == 129
-    nothing_stays(lab)
-
-
 # Signals to launch, and what other clients hear of it.
 
 
@@ -96,13 +82,13 @@ def test_a_terminal_that_closes_stops_a_job_that_was_not_detached(lab: Site) -> 
 def test_a_signal_that_ends_launch_ends_its_job_and_other_clients_get_the_jobs_code(
     number: signal.Signals, lab: Site
 ) -> None:
-    job = Job(lab, OBEYS)
+    job = Job(lab, ESCAPES)
     other, waiting = attached(lab, job.id), lab.start("wait", job.id)
     job.running.signal(number)
     code, is_heard = ENDS[number]
     assert job.running.wait(LIMIT_S) == (code if is_heard else -number), job.err
     assert [other.wait(LIMIT_S), waiting.wait(LIMIT_S)] == [code, code], other.err
-    assert job.outcome["exit_code"] == code
+    assert (job.outcome["exit_code"], job.outcome["survivors"]) == (code, [])
     assert name(number if is_heard else signal.SIGHUP) in job.outcome["message"]
     nothing_remains(lab, job)
 

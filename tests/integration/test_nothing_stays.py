@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -218,18 +217,6 @@ def test_a_guard_that_is_frozen_does_not_stay_behind_a_job_that_ended_well(distr
     assert "ended pid %d (distrun's guard)" % guard in job.words
 
 
-@pytest.mark.slow
-def test_an_agent_that_is_frozen_is_a_lost_host_whose_processes_are_ended(distrun: Distrun) -> None:
-    job = Job(distrun, "obeys", "-n", "2", "-s", "0", "--grace", "1", "--suspect-after", "1", "--lost-after", "3")
-    guard, agent = job.agents()
-    for pid in (guard, agent):
-        os.kill(pid, signal.SIGSTOP)
-    assert job.ends() == 7
-    assert re.search(
-        r"distrun: error: lost .*: silent for \d+ s; \d+ processes left there were ended$", job.words, re.M
-    )
-
-
 @pytest.mark.parametrize("kind", ["obeys", "stubborn", "setsid", "double-fork"])
 def test_agent_and_guard_killed_at_once_leave_the_sweep_to_the_launcher(kind: str, distrun: Distrun) -> None:
     job = Job(distrun, kind)
@@ -361,23 +348,6 @@ def test_ctrl_z_pauses_the_printing_and_the_job_goes_on(distrun: Distrun) -> Non
     (distrun.work / "over").touch()
     assert job.ends() == 0
     assert (distrun.home / "out").read_text().count("line") == 2
-
-
-def test_the_private_folder_of_a_job_is_removed(distrun: Distrun) -> None:
-    job = Job(distrun, "obeys")
-    assert list((distrun.home / "run").rglob("token"))
-    job.launcher.terminate()
-    job.ends()
-    assert not [path for path in (distrun.home / "run").rglob("*") if path.is_file()]
-
-
-def test_no_zombie_and_no_descriptor_reaches_a_task(distrun: Distrun) -> None:
-    """A task has its three streams and the publish pipe."""
-    result = distrun.launch(
-        "-n", "1", "-s", "0", "--no-prefix", "bash", "-c", "ls /proc/$$/fd; echo $DISTRUN_PUBLISH_FD"
-    )
-    *fds, publish = result.stdout.decode().split()
-    assert set(fds) == {"0", "1", "2", publish}
 
 
 def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distrun) -> None:

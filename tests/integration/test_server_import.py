@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -128,25 +127,6 @@ def test_a_module_that_is_not_there_ends_the_job_at_once_with_2_and_is_named(dis
     assert done.returncode == 2
     assert b"names module no_such_rules, which cannot be imported on host" in done.stderr
     assert b"--env PYTHONPATH=DIR" in done.stderr
-
-
-def test_the_dry_run_shows_the_modules_for_the_servers_only(distrun: Distrun) -> None:
-    words = (
-        "launch",
-        "-n",
-        "1",
-        "-s",
-        "1",
-        "--server-import",
-        "my_rules",
-        "--server-import",
-        "b.c",
-        "--dry-run",
-        "--json",
-    )
-    tasks = json.loads(distrun.run(*words, "true").stdout)["tasks"]
-    found = {task["name"]: task["env"].get("DISTRUN_SERVER_IMPORT") for task in tasks}
-    assert found == {"scheduler": None, "server-0": "my_rules,b.c", "worker-0": None}
 
 
 def test_the_dry_run_shows_the_servers_device(distrun: Distrun) -> None:

@@ -141,17 +141,6 @@ def test_a_detached_job_is_killed_from_another_host(home: SharedHome) -> None:
     assert not home.marked()
 
 
-def test_a_job_whose_coordinator_was_killed_is_ended_from_the_launcher(home: SharedHome) -> None:
-    job = home.launched("sleep", "600")
-    where = json.loads((home.jobs / job / "control.json").read_text())
-    home["h1"].exec("kill", "-KILL", str(where["pid"]))
-    assert home.distrun("attach", job).code == 7
-    killed = home.distrun("kill", job)
-    assert killed.code == 0, killed.err
-    assert not home.marked()
-    assert "killed" in home.distrun("status", job).out
-
-
 def test_a_run_dir_that_only_the_launcher_has_does_not_stop_a_detached_job(home: SharedHome, tmp_path: Path) -> None:
     job = home.launched("--run-dir", str(tmp_path / "runs"), "bash", "-c", WAITS)
     home.go()
@@ -236,12 +225,6 @@ def test_gc_on_one_host_leaves_what_runs_on_another(home: SharedHome) -> None:
     assert gone.code == 0, gone.err
     assert "also its folder" not in gone.out
     assert list(home.jobs.iterdir()) == []
-
-
-def test_exec_runs_on_every_host(home: SharedHome) -> None:
-    done = home.distrun("exec", "-H", home.hosts_file(), "hostname")
-    assert done.code == 0, done.err
-    assert {line.split()[-1] for line in done.out.splitlines()} >= {"h1", "h2", "h3"}
 
 
 def test_a_folder_below_the_home_is_copied_to_once_for_all_hosts(home: SharedHome) -> None:

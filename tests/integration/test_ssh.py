@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 from distrun.ssh.resolve import FABRIC, OPENSSH, Target
 from distrun_runtime.coordinator import messages
 
-ROOT = Path(__file__).resolve().parents[2]
 both = pytest.mark.parametrize("transport", [FABRIC, OPENSSH])
 
 
@@ -378,30 +375,6 @@ def test_an_agent_is_forwarded_where_the_configuration_says_so(
         assert sshd.id.with_suffix(".pub").read_text().split()[1] in event.reason
         event = meet(Target("d1", config=sshd.config(identity=False), transport=transport), command=command)
         assert "ssh-ed25519" not in event.reason
-
-
-@both
-def test_a_forwarded_agent_opens_further_hosts(
-    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    further = tmp_path / "further.py"
-    further.write_text(
-        "import sys\n"
-        "from distrun.ssh.ask import Abort\nfrom distrun.ssh.connector import Connector\n"
-        "from distrun.ssh.resolve import Target\n"
-        "link = Connector().open(Target('d2', config=sys.argv[1], transport=sys.argv[2]), 'echo arrived', Abort())\n"
-        "while (data := link.read()) != b'':\n    sys.stdout.write((data or b'').decode())\n"
-        "link.finish()\n"
-    )
-    with ssh_agent(tmp_path, sshd.id) as path:
-        monkeypatch.setenv("SSH_AUTH_SOCK", path)
-        config = sshd.config("StrictHostKeyChecking accept-new", identity=False)
-        source = ":".join([str(ROOT), str(ROOT / "runtime")])
-        command = ["env", "PYTHONPATH=" + source, sys.executable, str(further), config, transport]
-        done = subprocess.run(
-            ["ssh", "-A", "-F", config, "d1", shlex.join(command)], capture_output=True, check=False, timeout=60
-        )
-        assert done.stdout == b"arrived\n", done.stderr
 
 
 @both

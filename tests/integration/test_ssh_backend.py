@@ -65,24 +65,6 @@ def begin(
     return plan, channel, hello, started
 
 
-def test_a_host_whose_agent_and_guard_were_killed_is_swept_when_the_job_is_over(sshd: Sshd) -> None:
-    backend = Ssh()
-    plan, channel, hello, started = begin(sshd, backend, "trap '' TERM HUP; while :; do sleep 1; done")
-    task = Identity(started.pid, started.start)
-    for who in ("guard", "agent"):
-        os.kill(int(hello.facts[who]["pid"]), signal.SIGSTOP)  # so that neither sees the other die
-    for who in ("guard", "agent"):
-        os.kill(int(hello.facts[who]["pid"]), signal.SIGKILL)
-    # The task holds none of the connection's pipes, so that it ends with the agent.
-    assert channel.join(WAIT_S)
-    assert process.is_alive(task)
-    left = backend.release((channel,), WAIT_S)
-    assert left == ("here",)
-    swept = backend.sweep(plan, 1.0, left)["here"]
-    assert any("trap" in text for text in swept.ended)
-    assert not process.is_alive(task)
-
-
 def test_a_sweep_ends_a_job_whose_launcher_and_agents_are_gone(sshd: Sshd) -> None:
     backend = Ssh()
     plan, channel, hello, started = begin(sshd, backend, "sleep 1000")
@@ -107,16 +89,6 @@ def test_a_host_that_cannot_be_asked_is_said_to_be_so(sshd: Sshd) -> None:
     assert "refuses connections" in Ssh().sweep(plan, 0.1)["here"].problem
 
 
-def test_cutting_the_connection_ends_the_tasks(sshd: Sshd) -> None:
-    backend = Ssh()
-    plan, channel, _, started = begin(sshd, backend, "sleep 1000")
-    channel.kill()
-    assert channel.join(WAIT_S)
-    poll(lambda: not process.is_alive(Identity(started.pid, started.start)), "the task has ended")
-    assert backend.release((channel,), WAIT_S) == ("here",)  # nobody has seen that it did
-    assert backend.sweep(plan, 1.0, ["here"])["here"].short == "no process is left there"
-
-
 def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
     plan, channel, hello, _ = begin(sshd, Ssh(), "sleep 1000")
     for who in ("guard", "agent"):
@@ -131,29 +103,6 @@ def finish(channel: SshChannel, found: queue.SimpleQueue[messages.Event]) -> Non
     channel.send(messages.to_frame(messages.EndAgent("here")))
     wait(found, messages.Bye)
     channel.close()
-
-
-@pytest.mark.parametrize("transport", [FABRIC, OPENSSH])
-def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
-    transport: str, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ssh, "GUARD_S", 0.5)
-    backend = Ssh()
-    found: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
-    plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
-    guard = Identity(**hello.facts["guard"])
-    os.kill(guard.pid, signal.SIGSTOP)
-    finish(channel, found)
-    left = backend.release((channel,), WAIT_S)
-    assert left == ("here",)
-    assert process.is_alive(guard)
-    (job,) = [each for each in stopping.survey()["jobs"] if each["job"] == plan.job]
-    assert (job["agent"], job["guard"]) == ("dead", "stopped")
-    assert [row["task"] for row in job["processes"]] == ["guard"]
-    swept = backend.sweep(plan, 1.0, left)["here"]
-    assert swept.ended == ("pid %d (distrun's guard)" % guard.pid,)
-    assert not process.is_alive(guard)
-    assert share.folders_of(plan.job) == []
 
 
 def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,21 +105,6 @@ def test_a_py_spy_on_the_tasks_path_is_used_first(job: Distrun) -> None:
         program.unlink()
     pid = pid_of(job, "worker-2")
     assert done.stdout.decode() == "worker-2 (py-spy)\nThread 1 (idle): dump --nonblocking --pid %d\n\n" % pid
-
-
-@pytest.mark.slow
-def test_a_stopped_process_has_an_answer_within_the_time(job: Distrun) -> None:
-    pid = pid_of(job, "worker-1")
-    os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
-    try:
-        done = job.run("stack", "stuck", "worker-1")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert time.monotonic() - began < 15
-    assert done.returncode == 1
-    assert b"worker-1: process %d is stopped" % pid in done.stderr
-    assert b"kill -CONT %d, there" % pid in done.stderr
 
 
 @pytest.mark.slow

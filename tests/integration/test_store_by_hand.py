@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
@@ -176,19 +174,6 @@ def test_a_worker_that_is_killed_is_named_to_the_others_at_once() -> None:
         # Nothing stays: the servers and the scheduler end by themselves, and say that it did not end well.
         assert job.wait("scheduler-0") == [1], job.report()
         job.wait("server-0", "server-1")
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_is_lost_within_ten_seconds() -> None:
-    with ManualJob() as job:
-        job.start_all(job.script(HOLD))
-        blocked = _waits_for_all(job)
-        victim = 1 - blocked
-        stopped = time.monotonic()
-        job.processes["worker-%d" % victim].send_signal(signal.SIGSTOP)
-        assert job.wait("worker-%d" % blocked) == [1]
-        assert _lost_at(job, blocked) - stopped < 10 + 30  # a busy machine takes longer; op-timeout is 30 minutes
-        assert "worker-1@" in job.out("worker-%d" % blocked)
 
 
 @pytest.mark.slow
@@ -459,11 +444,6 @@ def _send_junk_messages(port: int) -> None:
             dealer.send_multipart(junk)
             dealer.close(500 if password else 0)
     context.term()
-
-
-def _lost_at(job: ManualJob, number: int) -> float:
-    """Return when a worker was told that a peer is lost: the clock is the machine's."""
-    return float(re.search(r"PeerLost at ([\d.]+) s", job.out("worker-%d" % number)).group(1))
 
 
 def _waits_for_all(job: ManualJob) -> int:

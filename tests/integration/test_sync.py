@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -40,31 +39,6 @@ def on_host(lab: Site, host: str, folder: str) -> dict[str, str]:
 def of(done: Done, code: int = 0) -> str:
     assert done.code == code, done.out + done.err
     return done.err
-
-
-def test_all_hosts_get_the_directory_and_say_so_in_the_old_words(lab: Site) -> None:
-    write(lab.work, **{"train.py": "1", "sub/a b.py": "2", "__pycache__/x.pyc": "3"})
-    err = of(lab.distrun("sync", "-H", lab.hosts_file(), "--sync-dst-dir", "~/a job"))
-    assert "distrun: 2 files, 2 B to copy to each of %d hosts" % len(lab.hosts) in err
-    for host in lab.hosts:
-        assert "distrun: rsync %s/ -> %s:~/a job\n" % (lab.work, host) in err
-        assert on_host(lab, host, "/root/'a job'") == {"train.py": "1", "sub/a b.py": "2"}
-
-
-def test_two_names_of_one_host_are_copied_to_once_and_the_result_is_json(lab: Site) -> None:
-    write(lab.work, x="1")
-    done = lab.distrun("sync", "--hosts", "h1,h2,%s" % lab["h1"].address, "--sync-dst-dir", "/tmp/once", "--json")
-    of(done)
-    found = json.loads(done.out)
-    assert (found["schema"], found["files"], found["bytes"], found["exit_code"]) == ("distrun.sync/1", 1, 1, 0)
-    assert [each["names"] for each in found["hosts"]] == [["h1", lab["h1"].address], ["h2"]]
-
-
-def test_a_dry_run_touches_nothing(lab: Site) -> None:
-    write(lab.work, x="1")
-    err = of(lab.distrun("sync", "--hosts", "h1", "--sync-dst-dir", "/tmp/dry", "--dry-run"))
-    assert "rsync %s/ -> h1:/tmp/dry" % lab.work in err
-    assert lab["h1"].exec("sh", "-c", "ls /tmp/dry 2>/dev/null || echo none") == "none\n"
 
 
 def test_a_failed_host_is_exit_code_4_and_the_others_have_it(lab: Site) -> None:

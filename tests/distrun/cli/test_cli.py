@@ -86,24 +86,6 @@ def test_dry_run_shows_what_it_always_showed(case: str, form: str, distrun: Dist
     assert shown == golden.read_text(), "it changed; if on purpose: DISTRUN_UPDATE_GOLDEN=1"
 
 
-def test_a_host_with_more_workers_than_gpus_is_warned_about_and_each_sees_all(distrun: Distrun) -> None:
-    (distrun.work / "hosts").write_text("d1 gpus=0,2\n")
-    words = ("launch", "-H", "hosts", "-s", "0", "--dry-run", "--json")
-    result = distrun.run(*words, "-n", "2", "python", "ddp.py")
-    assert b"warning" not in result.stderr
-    envs = [task["env"] for task in json.loads(result.stdout)["tasks"]]
-    assert [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in envs] == [("0", "0,2"), ("1", "0,2")]
-    text = distrun.run(*words, "-n", "3", "python", "ddp.py").stderr.decode()
-    assert "distrun: warning: d1: more workers than GPUs: CUDA_VISIBLE_DEVICES=0,2 shows 2 GPUs" in text
-    assert "cuda:LOCAL_RANK in worker-2." in text
-
-
-def test_minus_n_alone_means_as_many_servers(distrun: Distrun) -> None:
-    result = distrun.launch("--dry-run", "--json", "-n", "2", "true")
-    roles = [task["role"] for task in json.loads(result.stdout)["tasks"]]
-    assert roles == ["scheduler", "server", "server", "worker", "worker"]
-
-
 @pytest.mark.parametrize("command", [(), ("launch",), ("status",), ("logs",), ("kill",)])
 def test_h_equals_help(command: tuple[str, ...], distrun: Distrun) -> None:
     short, long = distrun.answer(*command, "-h"), distrun.answer(*command, "--help")

@@ -126,14 +126,6 @@ def test_long_words_are_broken_at_the_width_of_the_screen(folder: JobFolder) -> 
     assert all(len(line) <= 60 for line in lines)
 
 
-def test_a_host_that_said_goodbye_is_not_told_as_lost(folder: JobFolder) -> None:
-    at = "2026-11-24T15:49:45.000Z"
-    bye = {"event": "bye", "host": "d1", "time": at}
-    lost = {"event": "lost", "host": "d1", "reason": "its connection ended", "time": at}
-    assert "host lost" in text(folder, events=[lost])
-    assert "host lost" not in text(folder, events=[bye, lost])
-
-
 def test_a_stall_is_told_once_while_it_lasts(folder: JobFolder) -> None:
     when = {"version": 1, "time": "2026-01-31T12:00:00.000Z"}
     said = "one of them does nothing: distrun stack calm-1 worker-0"

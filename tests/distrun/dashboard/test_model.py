@@ -296,14 +296,6 @@ def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim()
     assert styles == [text.RED, *[text.DIM] * 7]
 
 
-def test_a_stall_is_one_event() -> None:
-    model = Model("calm-otter-7f3")
-    said = "worker-3 is stalled: no output for 20 s; to see where: distrun stack calm-otter-7f3 worker-3"
-    model.take("event", {"event": {"event": "condition", "task": "worker-3", "condition": "stalled"}}, NOW)
-    model.take("event", {"event": {"event": "said", "level": "warning", "text": said}}, NOW)
-    assert [event.words for event in model.events] == [said]
-
-
 def test_nan_of_a_loss_is_kept_and_members_of_a_newer_version_do_no_harm() -> None:
     metrics = snapshots.metrics(8)
     metrics["progress"].update(loss="nan", novel={"a": 1}, eta_s=None)

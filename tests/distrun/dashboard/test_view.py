@@ -239,16 +239,6 @@ def test_lines_of_a_stack_keep_their_end() -> None:
     assert third.endswith("…")
 
 
-def test_there_is_no_eta_while_the_slowest_rank_is_stalled() -> None:
-    model = recorded(4)
-    metrics = snapshots.metrics(4)
-    metrics["progress"].update(slowest="worker-0", eta_s=None)
-    metrics["tasks"]["worker-0"].update(condition="stalled", why="no output for 20 s")
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
-    assert "no ETA: worker-0 is stalled" in shown(model, size=(200, 50))[2]
-
-
 def test_charts_fill_the_room_of_a_wide_terminal() -> None:
     metrics = snapshots.metrics(4)
     for name in ("loss", "push_s", "pull_s"):

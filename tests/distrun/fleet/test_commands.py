@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agentkit import poll
 
 from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
 from distrun.fleet import Ran, commands
-from distrun_runtime.contract import process, session
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Plan, Secrets
 from distrun_runtime.contract.session import Source
-from distrun_runtime.coordinator import loop, messages
+from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
 from distrun_runtime.coordinator.failures import Problem
 
@@ -113,12 +110,6 @@ def test_a_signal_is_128_and_its_number() -> None:
     assert ran(run("kill -KILL $$")).code == 137
 
 
-def test_what_takes_too_long_is_ended_and_says_so() -> None:
-    found = run("echo begun; [ $DISTRUN_HOST = a ] || sleep 600", limit_s=5.0)
-    assert ran(found).code == 0
-    assert (ran(found, "b").code, ran(found, "b").is_late, bytes(ran(found, "b").out)) == (124, True, b"begun\n")
-
-
 def test_much_output_comes_whole_and_in_pieces_as_it_is_written() -> None:
     pieces: list[tuple[str, str, int]] = []
     found = run(
@@ -126,28 +117,6 @@ def test_much_output_comes_whole_and_in_pieces_as_it_is_written() -> None:
     )
     assert len(ran(found).out) == len(ran(found, "b").out) == 3000000
     assert sum(size for host, _, size in pieces if host == "a") == 3000000
-
-
-class Silent(Broken):
-    """An agent that begins, and then is never heard again."""
-
-    def start(self, put: Put) -> None:
-        put(messages.AgentHello(self.host))
-        put(messages.AgentReady(self.host, "127.0.0.1"))
-
-
-def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrun.fleet.commands.LOST_S", 0.2)
-
-    class Backend:
-        name = "test"
-
-        def connect(self, hosts: Sequence[Host]) -> tuple[AgentChannel, ...]:
-            return (Silent("a"),)
-
-    found = fleet.run(Backend(), HOSTS[:1], ("true",))["a"]  # type: ignore[arg-type]
-    assert isinstance(found, Problem)
-    assert "it was silent" in found.text
 
 
 class Scripted(Broken):
@@ -180,48 +149,6 @@ def scripted(reply: Callable[[dict[str, Any]], Sequence[messages.Event]], **more
 
 def piece(offset: int, data: bytes) -> messages.Output:
     return messages.Output("a", "worker-0", "out", offset, data)
-
-
-def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time=time.time)
-    monkeypatch.setattr(loop, "time", clock)
-
-    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
-        if header["type"] == "spawn":
-            return [messages.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
-        if header["type"] == "ack" and header["offset"] < 6:
-            passed[0] += 0.8 * commands.SETTLE_S
-            return [piece(header["offset"], b"x")]
-        return []
-
-    found = scripted(reply)
-    assert (bytes(found.out), found.problem) == (b"axxxxx", None)
-
-
-def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "SETTLE_S", 0.2)
-
-    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
-        return [piece(0, b"abc"), messages.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
-
-    found = scripted(reply)
-    assert (found.code, bytes(found.out)) == (0, b"abc")
-    assert command.exit_code({"a": found}) == 3
-    assert command.remarks({"a": found}) == ["error: a: 2 bytes of its output did not arrive within 0.2 s"]
-    (row,) = command.as_json({"a": found})
-    assert (row["code"], row["stdout"], row["problem"]["kind"]) == (0, "abc", "timeout")
-
-
-def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
-    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
-        ends = [messages.Exited("a", "worker-0", 7, out=5), messages.AgentLost("a", "its connection broke")]
-        return ends if header["type"] == "spawn" else []
-
-    found = scripted(reply)
-    assert command.exit_code({"a": found}) == 7
-    (line,) = [line for line in command.remarks({"a": found}) if "error" in line]
-    assert line == "error: a: 5 bytes of its output did not arrive: its connection broke"
 
 
 def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,23 +192,6 @@ def test_what_was_passed_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(ran(kept).out), ran(kept).is_cut) == (99, True)
     assert "only the first" in command.remarks(kept)[0]
     assert [row["cut"] for row in command.as_json(kept)] == [True, True]
-
-
-def test_ctrl_c_ends_the_command_everywhere(tmp_path: Path) -> None:
-    def interrupt() -> None:
-        poll(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "both run")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(
-            "echo $$ > %s/new-$DISTRUN_HOST; mv %s/new-$DISTRUN_HOST %s/pid-$DISTRUN_HOST; sleep 600"
-            % ((tmp_path,) * 3)
-        )
-    thread.join()
-    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
-    poll(lambda: all(row.is_dead for row in process.table(pids)), "both have ended")
 
 
 def test_each_host_may_have_a_command_of_its_own_and_an_environment_before_it() -> None:

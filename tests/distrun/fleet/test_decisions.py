@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from distrun.cli import exec as exec_command
 from distrun.fleet import Ran, commands
 from distrun.fleet.commands import GRACE_S, LOST_S, SETTLE_S, RunCommand
 from distrun.fleet.questions import HostAnswer, Questions
@@ -226,7 +227,9 @@ def test_a_command_that_takes_too_long_is_stopped_and_then_given_up() -> None:
     assert history.did(StopTasks) == []
     history.wait(0.1, "a")
     assert history.did(StopTasks) == [StopTasks("a", ("worker-0",), (("TERM", GRACE_S), ("KILL", 0.0)))]
-    history.wait(GRACE_S + SETTLE_S, "a")
+    history.wait(GRACE_S + SETTLE_S - 0.1, "a")
+    assert not command.found
+    history.wait(0.1, "a")
     assert problem(command).text == "its agent did not say that the command has ended"
 
 
@@ -265,9 +268,33 @@ def test_events_that_waited_while_this_process_slept_come_before_the_clock() -> 
 def test_output_that_does_not_come_any_more_is_no_reason_to_wait_for_ever() -> None:
     command, history = running("a")
     history.tell(output(0, b"abc"), exited(out=5)).wait(SETTLE_S, "a")
-    assert ran(command).problem == Problem(
-        "a", "timeout", f"2 bytes of its output did not arrive within {SETTLE_S:g} s"
-    )
+    text = f"2 bytes of its output did not arrive within {SETTLE_S:g} s"
+    assert ran(command).problem == Problem("a", "timeout", text)
+    assert (exec_command.exit_code(command.found), exec_command.remarks(command.found)) == (3, [f"error: a: {text}"])
+    (row,) = exec_command.as_json(command.found)
+    assert (row["code"], row["stdout"], row["problem"]["kind"]) == (0, "abc", "timeout")
+
+
+def test_of_output_in_pieces_no_more_is_kept_than_the_limit() -> None:
+    command, history = running("a", keep=3)
+    history.tell(output(0, b"ab"), output(2, b"cd"), exited(out=4))
+    assert (bytes(ran(command).out), ran(command).is_cut) == (b"abc", True)
+
+
+def test_output_that_still_comes_after_the_end_is_waited_for() -> None:
+    command, history = running("a")
+    history.tell(exited(out=6), output(0, b"a"))
+    for offset in range(1, 6):
+        history.wait(0.8 * SETTLE_S, "a").tell(output(offset, b"x"))
+    assert (bytes(ran(command).out), ran(command).problem) == (b"axxxxx", None)
+
+
+def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
+    command, history = running("a")
+    history.tell(exited(7, out=5), messages.AgentLost("a", "its connection broke"))
+    assert exec_command.exit_code(command.found) == 7
+    (line,) = [line for line in exec_command.remarks(command.found) if "error" in line]
+    assert line == "error: a: 5 bytes of its output did not arrive: its connection broke"
 
 
 def test_no_more_is_asked_for_than_the_reader_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

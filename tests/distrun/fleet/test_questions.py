@@ -91,27 +91,6 @@ def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
         assert channel.is_killed
 
 
-def test_a_host_that_cannot_be_reached_stops_no_other() -> None:
-    failed = messages.StartFailed("b", "no such host", 0.0, kind="dns", fix="check the name")
-    found = ask(answering("a", 1), Scripted("b", [failed]), answering("c", 3))
-    assert found == {"a": HostAnswer(1), "b": Problem("b", "dns", "no such host", "check the name"), "c": HostAnswer(3)}
-    assert list(found) == ["a", "b", "c"]
-
-
-def test_an_agent_that_is_lost_before_it_answers_is_a_problem() -> None:
-    def reply(header: dict[str, Any]) -> list[messages.Event]:
-        return [messages.AgentLost("a", "its connection ended: killed")]
-
-    found = ask(Scripted("a", [messages.AgentHello("a")], reply), answering("b", 2))
-    assert found == {"a": Problem("a", "other", "its connection ended: killed"), "b": HostAnswer(2)}
-
-
-def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
-    found = ask(Scripted("a", [messages.AgentHello("a")]), answering("b", 2), limit_s=1.0)
-    assert found["b"] == HostAnswer(2)
-    assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 1 s")
-
-
 def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
     silent = Scripted("a", [])
     with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
@@ -121,15 +100,6 @@ def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> No
         assert time.monotonic() - began < 30.0
     assert first == second == {"a": Problem("a", "timeout", "no agent answered within 0.05 s")}
     assert silent.heard == []
-
-
-def test_an_error_of_a_tool_is_a_problem() -> None:
-    def reply(header: dict[str, Any]) -> list[messages.Event]:
-        is_ask = header["type"] == "ask"
-        return [messages.Answered("a", header["id"], None, "this agent has no tool 'x'")] if is_ask else []
-
-    found = ask(Scripted("a", [messages.AgentHello("a")], reply))
-    assert found == {"a": Problem("a", "other", "this agent has no tool 'x'")}
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
@@ -150,14 +120,6 @@ def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
         assert talk.ask("survey", lambda host: {"me": host}, 60.0, ["b"]) == {"b": HostAnswer(2)}
     assert [header["type"] for header in channels[0].heard] == ["end"]
     assert channels[1].heard[0]["args"] == {"me": "b"}
-
-
-def test_ctrl_c_closes_every_channel() -> None:
-    channel = answering("a", 1)
-    with pytest.raises(KeyboardInterrupt), Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
-        talk.ask("survey", {}, 60.0)
-        raise KeyboardInterrupt
-    assert channel.is_killed
 
 
 def test_a_signal_while_agents_are_asked_is_a_ctrl_c_and_other_signals_keep_their_effect() -> None:

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 import queue
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +25,6 @@ from distrun.sync.rules import CopyRules, make_rules
 from distrun.sync.tree import Tree
 from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60.0
 
 
@@ -370,20 +365,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rsync, "KILL_AFTER_S", LIMIT_S)
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_full_disk_leaves_the_old_tree_and_nothing_half(bench: Bench) -> None:
-    bench.copy("d1")
-    write(bench.source, **{"train.py": "new", "big": "x" * 400_000})
-    bench.hosts.before("d1", "ulimit -f 100; trap '' XFSZ")
-    results = bench.copy("d1")
-    assert not results[0].ok
-    text = str(error(results))
-    assert "d1: its disk is full: " in text, text
-    assert os.strerror(errno.EFBIG) in text
-    assert not list(bench.hosts.home("d1").rglob(".distrun-part-*"))
-    assert bench.there("d1") == {"train.py": "one", "lib/a.py": "two"}
-
-
 def test_copies_into_one_folder_at_the_same_time_do_not_break_each_other(bench: Bench) -> None:
     bench.hosts.add("d1")
     for number in range(200):
@@ -462,15 +443,6 @@ def test_hosts_that_share_a_folder_do_not_have_the_files_if_that_one_copy_failed
     one, other = bench.copy("d1", "d2", dst=str(dst), keep_going=True)
     assert not one.ok
     assert other.line() == "d2: it has the same directory as d1, to which the copy failed"
-
-
-def test_a_source_that_a_host_shares_is_known_by_a_mark_in_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrun.sync.copier.folder_identity", lambda path: "")  # as on another machine
-    before = tree(bench.source)
-    (result,) = bench.copy("d1", dst=str(bench.source))
-    assert (result.ok, result.same) == (True, True)
-    assert tree(bench.source) == before
-    assert not list(bench.source.rglob(".distrun-*"))
 
 
 def test_what_is_not_another_copys_doing_fails_at_once(bench: Bench) -> None:
@@ -575,40 +547,6 @@ def test_a_host_that_never_answers_is_given_up(bench: Bench) -> None:
     bench.hosts.before("d1", "sleep 600")
     (result,) = bench.copy("d1", answer_s=0.5)
     assert result.reason == "it has not answered within 0.5 s"
-    wait(lambda: not living(str(bench.hosts.root)), "no process left")
-
-
-def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
-    bench.hosts.add("d1", "d2")
-    for name in ("d1", "d2"):
-        bench.hosts.before(name, "echo $$ >>%s/pids; sleep 600" % bench.hosts.root)
-    program = textwrap.dedent(
-        """
-        import sys
-        sys.path[:0] = %r
-        from fakehosts import FakeHosts, Sink
-        from distrun.ssh.resolve import Target
-        from distrun.sync.copier import Copier, CopyRequest
-        from distrun.sync.rules import CopyRules
-        hosts = FakeHosts.__new__(FakeHosts)
-        from pathlib import Path
-        hosts.program = Path(%r)
-        targets = {name: Target(name) for name in ("d1", "d2")}
-        request = CopyRequest(%r, "job", CopyRules())
-        Copier(targets, request, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
-        """
-        % (
-            [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests" / "support")],
-            str(bench.hosts.program),
-            str(bench.source),
-        )
-    )
-    launcher = subprocess.Popen([sys.executable, "-c", program])
-    try:
-        wait(lambda: len(_lines(bench.hosts.root / "pids")) == 2, "two hosts in work")
-    finally:
-        launcher.send_signal(signal.SIGKILL)
-        launcher.wait()
     wait(lambda: not living(str(bench.hosts.root)), "no process left")
 
 
