@@ -208,14 +208,45 @@ def test_workers_are_spot_instances_if_asked_for_and_the_first_host_never_is(
 
 
 @pytest.mark.slow
-def test_a_stack_that_fails_is_told_by_its_first_failed_event(aws: Account, tmp_path: Path) -> None:
+def test_first_host_is_alone_in_its_subnet_so_that_its_address_is_free(aws: Account) -> None:
+    aws.create(WorkerCount="2")
+    query = "Reservations[].Instances[].[SubnetId, PrivateIpAddress]"
+    (first,) = (subnet for subnet, address in aws.found("ec2", "describe_instances", query) if address == "10.0.0.10")
+    (file_system,) = aws.found(*LISTS["AWS::EFS::FileSystem"])
+    (target,) = aws.call("efs", "describe_mount_targets", FileSystemId=file_system)["MountTargets"]
+    groups = aws.found("autoscaling", "describe_auto_scaling_groups", "AutoScalingGroups[].VPCZoneIdentifier")
+    assert groups == [target["SubnetId"]]
+    assert first not in groups
+    query = "Subnets[?starts_with(CidrBlock, '10.')].AvailabilityZone"
+    assert len(set(aws.found("ec2", "describe_subnets", query))) == 1, "a cluster placement group is in one zone"
+
+
+@pytest.mark.slow
+def test_command_of_the_page_prints_the_first_failure_of_a_stack(aws: Account, tmp_path: Path) -> None:
     assert aws.create(Zone="eu-central-1z")["StackStatus"] == "ROLLBACK_COMPLETE"
     failed = "StackEvents[?ResourceStatus == 'CREATE_FAILED']"
     assert len(jmespath.search(failed, aws.call("cloudformation", "describe_stack_events", StackName="train"))) > 1
-    (command,) = blocks("### If it fails")
+    command, _ = blocks("### If it fails")
     name, reason = json.loads(aws.shell("stack=train\n" + command, tmp_path))
     assert name == "Subnet"
     assert "eu-central-1z" in reason
+
+
+@pytest.mark.slow
+def test_command_of_the_page_prints_why_workers_do_not_start(aws: Account, tmp_path: Path) -> None:
+    aws.create()
+    _, command = blocks("### If it fails")
+    assert aws.shell("stack=train\n" + command, tmp_path) == "no capacity\n"
+    assert aws.shell("stack=trai\n" + command, tmp_path) == "", "the group of another stack"
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_let_in_the_new_address_instead_of_the_old_one(aws: Account, tmp_path: Path) -> None:
+    aws.create()
+    (commands,) = blocks("### If your address changes")
+    aws.shell("curl() { echo 198.51.100.9; }\nstack=train\n" + commands, tmp_path)
+    query = "SecurityGroups[].IpPermissions[].IpRanges[?CidrIp != '0.0.0.0/0'].CidrIp[]"
+    assert aws.found("ec2", "describe_security_groups", query) == ["198.51.100.9/32"]
 
 
 @pytest.mark.slow

@@ -95,10 +95,18 @@ def test_compose_has_a_launcher_and_three_hosts_that_it_waits_for() -> None:
 
 
 def test_compose_builds_targets_that_the_dockerfile_has() -> None:
-    targets = {one["build"].get("target", "") for one in compose()["services"].values()}
+    targets = {one["build"].get("target", "") for one in compose()["services"].values() if "build" in one}
     text = rendered("dockerfile")
     assert targets == {"", "host"}
     assert re.search(r"^FROM \S+ AS host$", text, re.MULTILINE)
+
+
+def test_each_image_of_compose_is_built_by_one_service_and_never_pulled() -> None:
+    """Docker builds services at the same time: the second build of a name fails because the image already exists."""
+    services = compose()["services"].values()
+    built = [one["image"] for one in services if "build" in one]
+    assert sorted(built) == sorted({one["image"] for one in services})
+    assert {one.get("pull_policy") for one in services if "build" not in one} == {"never"}
 
 
 def test_private_keys_never_are_where_another_container_sees_them() -> None:

@@ -171,6 +171,30 @@ def test_a_host_that_waits_for_others_in_vain_says_how_many_came(cloud: Cloud, a
     shutil.rmtree(cloud.files / ".distrun")
 
 
+def test_a_worker_that_replaces_a_lost_one_takes_its_place_in_the_lists_of_all_hosts(
+    cloud: Cloud, aws: Account
+) -> None:
+    wheel = wheels.make_distrun(cloud.files, ROOT)
+    aws.create(Package=f"s3://data/{wheel.name}")
+    register = cloud.files / ".distrun"
+    register.mkdir()
+    for address in (ADDRESSES["h1"], "10.0.0.12"):
+        (register / f"{address}.host").write_text(f"{address} slots=1\n")
+        (register / f"{address}.sshd").write_text(f"{address} ssh-ed25519 key-of-{address}\n")
+        (register / f"{address}.user").write_text(f"ssh-ed25519 user-of-{address}\n")
+    for name in ADDRESSES:
+        cloud.prepare(name, f"{LAST}cp {quote(str(wheel))} $last\n")
+    code, said = boot(cloud, aws.user_data(), "h2")["h2"]
+    assert code == 0, said
+    assert (register / "workers").read_text().splitlines() == ["10.0.0.10 slots=1", "10.0.0.11 slots=1"]
+    known = (register / "known_hosts").read_text().splitlines()
+    assert [line.split()[0] for line in known] == list(ADDRESSES.values())
+    links = cloud["h2"].exec("readlink", "/opt/deeplearning/workers", "/etc/ssh/ssh_known_hosts")
+    assert links.split() == ["/efs/.distrun/workers", "/efs/.distrun/known_hosts"]
+    assert "user-of-10.0.0.12" not in cloud["h2"].exec("cat", "/home/ec2-user/.ssh/authorized_keys")
+    shutil.rmtree(register)
+
+
 def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: Cloud, aws: Account) -> None:
     wheel = wheels.make_distrun(cloud.files, ROOT)
     stack = aws.create(Package="s3://data/" + wheel.name)
@@ -191,9 +215,8 @@ def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: 
     register = cloud.files / ".distrun"
     assert stat.S_IMODE(register.stat().st_mode) == 0o755
     assert register.owner() == "root"
-    assert sorted(path.name for path in register.iterdir()) == sorted(
-        address + kind for address in ADDRESSES.values() for kind in (".host", ".sshd", ".user")
-    )
+    of_hosts = [address + kind for address in ADDRESSES.values() for kind in (".host", ".sshd", ".user")]
+    assert sorted(path.name for path in register.iterdir()) == sorted([*of_hosts, "known_hosts", "lock", "workers"])
     assert not any(b"PRIVATE" in path.read_bytes() for path in register.iterdir())
 
     # Each host accepts the other, and knows its key.
@@ -206,6 +229,7 @@ def test_hosts_that_were_set_up_by_the_template_train_from_a_login_shell(cloud: 
     assert "DEEPLEARNING_WORKERS_COUNT=2" in shown
     assert "DEEPLEARNING_WORKER_GPU_COUNT=0" in shown
     assert "EFS_MOUNT=/efs" in shown
+    assert "AWS_DEFAULT_REGION=eu-central-1" in shown
     assert shown[-2:] == ["10.0.0.10 slots=1", "10.0.0.11 slots=1"]
 
     # The line that the stack gives out.

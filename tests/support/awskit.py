@@ -1,4 +1,4 @@
-"""AWS on this machine, as moto has it: the fixture `aws`, and its command line for the shell blocks of a page."""
+"""The fixture `aws`, an account of moto's imitation of AWS, and Amazon's command line for shell blocks of a page."""
 
 from __future__ import annotations
 

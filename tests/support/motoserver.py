@@ -1,8 +1,9 @@
-"""A program: AWS as moto has it, on a free port of the loopback address, until its standard input ends.
+"""A program that serves moto's imitation of AWS on a free port of the loopback address until its standard input ends.
 
 It prints `PORT n` when it answers. Where moto's CloudFormation leaves something out, this adds it, by moto's own calls:
 
 * There are placement groups: their names, no more.
+* Each auto scaling group tells of two activities: one that succeeded, and one that failed for lack of capacity.
 * A subnet's route table is what `describe-route-tables` says, too.
 * A stack that was created by a change set has outputs, too.
 * Deleting a stack deletes gateways, routes and their tables, too, in an order that their dependencies allow.
@@ -16,6 +17,7 @@ import sys
 import warnings
 from typing import Any
 
+from moto.autoscaling.responses import AutoScalingResponse
 from moto.cloudformation import models, parsing
 from moto.core.common_models import CloudFormationModel
 from moto.core.responses import ActionResult
@@ -70,6 +72,14 @@ def delete_placement_group(call: Any) -> ActionResult:
 def describe_placement_groups(call: Any) -> ActionResult:
     found = [{"GroupName": name, "Strategy": strategy} for name, strategy in groups(call.ec2_backend).items()]
     return ActionResult({"PlacementGroups": found})
+
+
+def describe_scaling_activities(call: Any) -> ActionResult:
+    names = call.autoscaling_backend.autoscaling_groups
+    outcomes = ({"StatusCode": "Successful"}, {"StatusCode": "Failed", "StatusMessage": "no capacity"})
+    return ActionResult(
+        {"Activities": [{"AutoScalingGroupName": name, **outcome} for name in names for outcome in outcomes]}
+    )
 
 
 CALLS = (create_placement_group, delete_placement_group, describe_placement_groups)
@@ -153,6 +163,7 @@ def main() -> None:
         kind.delete = deleting(call)  # type: ignore[attr-defined]
     for call in CALLS:
         setattr(EC2Response, call.__name__, call)
+    AutoScalingResponse.describe_scaling_activities = describe_scaling_activities
     SubnetBackend.create_subnet_association = associating  # type: ignore[method-assign]
     parsing.parse_and_create_resource = creating
     models.CloudFormationBackend.create_stack = create_stack  # type: ignore[method-assign]
