@@ -58,11 +58,13 @@ def _probe(args: Mapping[str, Any]) -> Dict[str, Any]:
 
 def _daemon(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Start a process that goes on when this agent has ended."""
-    from distrun_runtime.agent import daemon
+    from distrun_runtime.agent.share import private_root
+    from distrun_runtime.contract import daemon
 
     data = binascii.a2b_base64(str(args["input"]))
     env = {str(name): str(value) for name, value in dict(args["env"]).items()}
-    return {"line": daemon.start([str(word) for word in args["argv"]], data, env, float(args["limit_s"]))}
+    argv = [str(word) for word in args["argv"]]
+    return {"line": daemon.start(argv, data, env, float(args["limit_s"]), private_root())}
 
 
 _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
 from distrun.fleet import Ran, commands
-from distrun_runtime.contract import process, session
+from distrun_runtime.contract import agent_messages, process, session
 from distrun_runtime.contract.plan import Host, Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import loop, messages
@@ -35,7 +35,7 @@ class Broken:
         self.host = host
 
     def start(self, put: Put) -> None:
-        put(messages.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
+        put(agent_messages.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
 
     def send(self, frame: session.Frame) -> None: ...
 
@@ -132,8 +132,8 @@ class Silent(Broken):
     """An agent that begins, and then is never heard again."""
 
     def start(self, put: Put) -> None:
-        put(messages.AgentHello(self.host))
-        put(messages.AgentReady(self.host, "127.0.0.1"))
+        put(agent_messages.AgentHello(self.host))
+        put(agent_messages.AgentReady(self.host, "127.0.0.1"))
 
 
 def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +160,14 @@ class Scripted(Broken):
 
     def start(self, put: Put) -> None:
         self._put = put
-        put(messages.AgentHello("a"))
+        put(agent_messages.AgentHello("a"))
 
     def send(self, frame: session.Frame) -> None:
         kind = frame.header["type"]
         if kind == "begin":
-            self._put(messages.AgentReady("a", "127.0.0.1"))
+            self._put(agent_messages.AgentReady("a", "127.0.0.1"))
         elif kind == "end":
-            self._put(messages.Bye("a"))
+            self._put(agent_messages.Bye("a"))
             self._put(messages.AgentLost("a", "its connection ended"))
         for event in self._reply(frame.header):
             self._put(event)
@@ -178,8 +178,8 @@ def scripted(reply: Callable[[dict[str, Any]], Sequence[messages.Event]], **more
     return ran(fleet.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
 
 
-def piece(offset: int, data: bytes) -> messages.Output:
-    return messages.Output("a", "worker-0", "out", offset, data)
+def piece(offset: int, data: bytes) -> agent_messages.Output:
+    return agent_messages.Output("a", "worker-0", "out", offset, data)
 
 
 def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest
 
     def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
         if header["type"] == "spawn":
-            return [messages.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
+            return [agent_messages.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
         if header["type"] == "ack" and header["offset"] < 6:
             passed[0] += 0.8 * commands.SETTLE_S
             return [piece(header["offset"], b"x")]
@@ -203,7 +203,7 @@ def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.Mo
     monkeypatch.setattr(commands, "SETTLE_S", 0.2)
 
     def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
-        return [piece(0, b"abc"), messages.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
+        return [piece(0, b"abc"), agent_messages.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
 
     found = scripted(reply)
     assert (found.code, bytes(found.out)) == (0, b"abc")
@@ -215,7 +215,7 @@ def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.Mo
 
 def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
     def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
-        ends = [messages.Exited("a", "worker-0", 7, out=5), messages.AgentLost("a", "its connection broke")]
+        ends = [agent_messages.Exited("a", "worker-0", 7, out=5), messages.AgentLost("a", "its connection broke")]
         return ends if header["type"] == "spawn" else []
 
     found = scripted(reply)
@@ -232,7 +232,7 @@ def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.Monkey
 
     def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
         if header["type"] == "spawn":
-            return [piece(0, b"ab"), messages.Exited("a", "worker-0", 0, out=4)]
+            return [piece(0, b"ab"), agent_messages.Exited("a", "worker-0", 0, out=4)]
         if header["type"] == "ack" and header["offset"] == 2:
             assert taken, "more was asked for than there is room"
             return [piece(2, b"cd")]
