@@ -17,8 +17,8 @@ from distrun import shipping
 from distrun.backends import bootstrap
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
-from distrun_runtime.agent.daemon import PYTHON
 from distrun_runtime.contract import enrolment, facts, process
+from distrun_runtime.contract.daemon import PYTHON
 from distrun_runtime.coordinator.failures import Outcome, Problem, TaskResult
 from distrun_runtime.coordinator.hosted import HostedRequest, dial_s
 

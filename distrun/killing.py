@@ -330,8 +330,8 @@ def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tu
     try:
         if login in silent:
             raise remote_jobs.NotAsked(silent[login])
-        remote_jobs.remove(folder, login, there)
-    except (remote_jobs.NotAsked, remote_jobs.NotRemoved) as err:
+        remote_jobs.remove(folder, host, there)
+    except (remote_jobs.NotAsked, remote_jobs.NotRemoved, JobStoreError) as err:
         if isinstance(err, remote_jobs.NotAsked):
             silent[login] = str(err)
         fix = f"{login} {shlex.join(['rm', '-r', there])}"

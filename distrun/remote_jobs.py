@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from distrun import backends
 from distrun.errors import DistrunError
 from distrun.ssh.failure import LastLines, Where, classify
 from distrun.ssh.openssh import OWN_FAILURE, Child
 from distrun.ssh.resolve import ALIVE_COUNT, ALIVE_S, GONE, RELAY
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
+from distrun_runtime.coordinator.failures import Problem
 from distrun_runtime.coordinator.jobfolder import JobFolder
 
 # Reaches the host of a job's coordinator by the `ssh` program: commands there, and a relay to the control socket.
@@ -237,20 +239,6 @@ while peers and time.monotonic() < until:
 of JSON; an empty name: no more frames. Without the path of a socket: all files of a job that is over."""
 
 
-REMOVE = """
-import os, shutil, sys
-path, job = sys.argv[1:3]
-parent, name = os.path.split(path)
-if os.path.lexists(path):
-    if name != job or os.path.islink(path) or not os.path.isfile(os.path.join(path, "plan.json")):
-        sys.exit(path + " is no folder of job " + job)
-    doomed = os.path.join(parent, ".removed-" + name)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
-"""
-"""Removes a job's folder at once for all readers; should it be ended meanwhile, `distrun gc` there goes on."""
-
-
 class NotAsked(DistrunError):
     """The host of a job's coordinator cannot be asked."""
 
@@ -285,8 +273,9 @@ def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
         code, said = retried(lambda: _fetch(folder, where, may_ask))
     except NotAsked as err:
         return f"{err}; {err.hint}"
-    why = f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}"
-    return f"{why}; what is known here is older; try: {where['login']} true" if code else ""
+    why = said.splitlines()[-1] if said else f"ssh ended with code {code}"
+    text = f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}"
+    return f"{text}; what is known here is older; try: {where['login']} true" if code else ""
 
 
 def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[int, str]:
@@ -364,38 +353,27 @@ def ask(
         return code, said.read().decode("utf-8", "replace").strip()
 
 
-def remove(folder: JobFolder, login: str, there: str) -> None:
+def remove(folder: JobFolder, host: str, there: str) -> None:
     """Remove the folder of a job that is over on the host that had its coordinator. No such folder is no error.
 
     Args:
         folder: the job's folder here.
-        login: what a user types before a command to run it there.
+        host: that host, as the job calls it.
         there: the job's folder there.
 
     Raises:
         NotAsked: that host cannot be asked.
         NotRemoved: the folder is still there.
+        JobStoreError: the job's plan, which says how the host is reached, cannot be read.
     """
-    argv = ssh_argv(login, shlex.join(["python3", "-I", "-c", REMOVE, there, folder.id]))
-    code, said = retried(lambda: _remove(argv))
-    if code:
-        raise (NotAsked if code == OWN_FAILURE else NotRemoved)(_why(code, said))
+    from distrun.fleet import Fleet  # nothing else here needs agents
 
-
-def _remove(argv: list[str]) -> tuple[int, str]:
-    """Run REMOVE; return the exit code of the ssh program, and what it said."""
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=REMOVE_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
-    except OSError as err:
-        raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
-    return done.returncode, done.stderr.decode("utf-8", "replace").strip()
-
-
-def _why(code: int, said: str) -> str:
-    """Return why the ssh program failed, in a line."""
-    return said.splitlines()[-1] if said else f"ssh ended with code {code}"
+    plan = folder.plan()
+    with Fleet(backends.load(plan.backend), [plan.host_of(host)]) as fleet:
+        answer = fleet.ask("remove", {"job": folder.id, "folder": there}, REMOVE_S)[host]
+    if isinstance(answer, Problem):
+        is_refused = host in fleet.agents.hellos and answer.kind != "timeout"
+        raise (NotRemoved if is_refused else NotAsked)(answer.text)
 
 
 def answers(stream: IO[bytes], most: float) -> Iterator[tuple[str, str, float, Iterator[bytes]]]:

@@ -179,7 +179,7 @@ ever travel as an argument. The coordinator's goes to one host of a detached job
 SHARED = ("__init__.py", "errors.py")
 DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
-DIALED = (f"{PACKAGE}.agent.waiting", f"{PACKAGE}.agent.probe", f"{PACKAGE}.agent.daemon")
+DIALED = (f"{PACKAGE}.agent.waiting", f"{PACKAGE}.agent.probe", f"{PACKAGE}.agent.query")
 """Modules that an agent which dials back does not need: it is never dialed, and answers no questions without a job."""
 TABLE_ROWS = ("_gives", "_both", "_reads")
 """Functions whose calls make the rows of `contract.environ.TABLE`. The second argument is documentation."""

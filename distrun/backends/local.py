@@ -155,8 +155,8 @@ class ChildChannel:
     def start(self, put: Put) -> None:
         """Send the agent its own modules, and from now on put what arrives."""
         # Not needed before: the agent's interpreter starts while these are imported.
+        from distrun_runtime.contract.agent_messages import StartFailed
         from distrun_runtime.coordinator.channel import StreamChannel
-        from distrun_runtime.coordinator.messages import StartFailed
 
         if self._child is None and self._failure is None:
             self.boot()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distrun.fleet.questions import END_S, SIGNALS, Agents
 from distrun.formats import quote
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import agent_messages, environ, facts
 from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task, shares
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Put
@@ -159,7 +159,7 @@ class Ran:
         kept += data[: max(0, self.keep - len(kept))]
         self.taken[stream] += len(data)
 
-    def end(self, event: messages.Exited) -> None:
+    def end(self, event: agent_messages.Exited) -> None:
         """Note its end."""
         self.code = facts.EXIT_TIMEOUT if self.is_late else facts.exit_code(event.code, event.signal)
         self.reason, self.sizes = event.reason, {"out": event.out, "err": event.err}
@@ -238,14 +238,14 @@ class RunCommand:
             return []
         ran = self._ran[host]
         match event:
-            case messages.AgentHello():
+            case agent_messages.AgentHello():
                 self._by[host] = now + self._begin_s
                 return [Begin(host)]
-            case messages.AgentReady():
+            case agent_messages.AgentReady():
                 self._spawned.add(host)
                 self._by[host] = now + self._limit_s
                 return [Spawn(host, self._tasks[host])]
-            case messages.Output():
+            case agent_messages.Output():
                 ran.take(event.stream, event.data)
                 end = event.offset + len(event.data)
                 self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
@@ -254,7 +254,7 @@ class RunCommand:
                 if self._is_shown:
                     self._unread += len(event.data)
                     return [Show(host, event.stream, event.data)]
-            case messages.Exited():
+            case agent_messages.Exited():
                 ran.end(event)
                 self._by[host] = now + SETTLE_S
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
 from distrun.formats import age
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.failures import Problem
@@ -49,10 +49,10 @@ class Agents:
         self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts) if hello_s is None else hello_s
         self.hello_by = 0.0
         """When an agent that has not sent a frame is late."""
-        self.hellos: dict[str, messages.AgentHello] = {}
+        self.hellos: dict[str, agent_messages.AgentHello] = {}
         self.problems: dict[str, Problem] = {}
         """Hosts that cannot be used any more, and why."""
-        self.warnings: list[messages.Warned] = []
+        self.warnings: list[agent_messages.Warned] = []
         self.is_interrupted = False
         """Ctrl-C came while the loop ran."""
         self._gone: set[str] = set()
@@ -78,15 +78,15 @@ class Agents:
         if host:
             self._heard[host] = now
         match event:
-            case messages.AgentHello():
+            case agent_messages.AgentHello():
                 self.hellos[host] = event
-            case messages.StartFailed():
+            case agent_messages.StartFailed():
                 self._gone.add(host)
                 self.problems.setdefault(host, Problem(host, event.kind or "other", event.reason, event.fix))
             case messages.AgentLost():
                 self._gone.add(host)
                 self.problems.setdefault(host, Problem(host, "other", event.reason))
-            case messages.Warned():
+            case agent_messages.Warned():
                 self.warnings.append(event)
             case messages.Interrupt():
                 self.is_interrupted = True
@@ -232,9 +232,9 @@ class Questions:
             return [] if self.agents.is_closing else self.agents.let_go(self._close_s)
         found: list[AgentAction] = []
         match event:
-            case messages.AgentHello(host=host) if host in self._by:
+            case agent_messages.AgentHello(host=host) if host in self._by:
                 found += self._put(host, now)
-            case messages.Answered(host=host) if event.id == self._number and host in self._by:
+            case agent_messages.Answered(host=host) if event.id == self._number and host in self._by:
                 self._take(host, Problem(host, "other", event.error) if event.error else HostAnswer(event.value))
             case messages.Tick():
                 found += self._begin(now)

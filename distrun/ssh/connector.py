@@ -24,9 +24,9 @@ from distrun.ssh.failure import OTHER, SshFailure, Where, classify, proxy_failed
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import GONE, JUMPS, OPENSSH, RELAY, Resolved, Target, hop, many, remote_command, resolve
 from distrun_runtime.contract import session
+from distrun_runtime.contract.agent_messages import StartFailed, Warned
 from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator.channel import ByteStream, Greeting, Put, SessionChannel
-from distrun_runtime.coordinator.messages import StartFailed, Warned
 from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:

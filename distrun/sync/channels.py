@@ -22,12 +22,13 @@ from distrun.sync.copier import INTERRUPTED, CopyRequest, FileCopier, Says, mark
 from distrun.sync.rsync import RsyncProgress
 from distrun.sync.rules import filters, keep_rules
 from distrun.sync.tree import Snapshot, left_out_text, take_snapshot
+from distrun_runtime.contract.agent_messages import Copied, CopyFailed, Copying, FolderFound
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.messages import Copied, CopyFailed, Copying, Event, FolderFound
+from distrun_runtime.coordinator.messages import Event
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.channel import SessionChannel

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 from fakecoordinator import Coordinator
+from sample_plan import sample_plan
 
-from distrun import cli, client, planning, remote_jobs
+from distrun import cli, client, remote_jobs
+from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
-from distrun.request import JobRequest
+from distrun.hosts import HostSpec
 from distrun_runtime.contract import facts, session
+from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -59,8 +62,7 @@ def calls(tmp_path: Path) -> int:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    store = JobStore()
-    return store.create(planning.plan_job(JobRequest(command=("true",), workers=1, servers=0, cwd="/"), store).plan)
+    return JobStore().create(sample_plan())
 
 
 def place(folder: JobFolder, login: str, path: str = "", theirs: str = "") -> None:
@@ -303,10 +305,10 @@ def over_there(folder: JobFolder, tmp_path: Path) -> Path:
 
 
 def test_gc_removes_the_folder_on_the_coordinators_host_too(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there = over_there(folder, tmp_path)
-    place(folder, stand(1), theirs=str(there))
+    place(folder, "ssh d1", theirs=str(there))
     assert cli.run(["gc", "--dry-run", folder.id]) == 0
     assert there.exists()
     assert cli.run(["gc", folder.id]) == 0
@@ -315,26 +317,46 @@ def test_gc_removes_the_folder_on_the_coordinators_host_too(
     assert not folder.path.exists()
 
 
-def test_gc_says_how_to_remove_the_folder_of_a_host_that_cannot_be_asked(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_gc_is_content_if_the_folder_on_the_coordinators_host_is_gone(
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there = over_there(folder, tmp_path)
-    login = stand(1000, OTHERS)
-    place(folder, login, theirs=str(there))
-    assert cli.run(["gc", folder.id]) == 1
+    place(folder, "ssh d1", theirs=str(there) + "-gone")
+    assert cli.run(["gc", folder.id]) == 0
+    assert there.exists()
+
+
+def test_gc_asks_a_host_that_cannot_be_asked_once_and_says_how_to_remove_the_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folders, connected, connect = [], [], Ssh.connect
+    monkeypatch.setattr(Ssh, "connect", lambda *args, **more: (connected.append(args), connect(*args, **more))[1])
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # it does not listen: connections are refused
+        for number in range(2):
+            reach = Ssh().reach(HostSpec("127.0.0.1", port=silent.getsockname()[1]), {})
+            plan = sample_plan(job=f"calm-otter-{number}")._replace(backend="ssh", hosts=(Host("d1", reach=reach),))
+            folders.append(JobStore().create(plan))
+            there = over_there(folders[-1], tmp_path)
+            place(folders[-1], "ssh d1", theirs=str(there))
+        assert cli.run(["gc", *(each.id for each in folders)]) == 1
+    assert len(connected) == 1
     told = capfd.readouterr().err
-    assert f"its folder on d1 stays: {OTHERS.strip()}; fix: {login} rm -r {there}\n" in told
-    assert not folder.path.exists()
+    for each in folders:
+        assert f"job {each.id}: its folder on d1 stays: " in told
+        assert f"; fix: ssh d1 rm -r {tmp_path}/store/{each.id}\n" in told
+        assert not each.path.exists()
 
 
 def test_gc_removes_nothing_on_a_host_that_is_no_folder_of_the_job(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there = over_there(folder, tmp_path)
     (there / "plan.json").unlink()
-    place(folder, stand(0), theirs=str(there))
+    place(folder, "ssh d1", theirs=str(there))
     assert cli.run(["gc", folder.id]) == 1
-    assert f"{there} is no folder of job {folder.id}" in capfd.readouterr().err
+    assert f"its folder on d1 stays: {there} is no folder of job {folder.id}; fix: " in capfd.readouterr().err
     assert (there / "logs").exists()
 
 

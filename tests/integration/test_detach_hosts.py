@@ -60,6 +60,10 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
     assert json.loads((folder_of(lab, job) / "outcome.json").read_text())["exit_code"] == 0
     assert not is_left(lab, "h1")
     assert not list(folder_of(lab, job).rglob("*.tmp"))
+    removed = lab.distrun("gc", job)
+    assert removed.code == 0, removed.err
+    assert "; also its folder on h1" in removed.out
+    assert lab["h1"].exec("ls", where["folder"], check=False) == ""
 
 
 def test_a_secret_of_a_detached_job_is_on_no_command_line_and_in_no_file_of_any_host(lab: Site) -> None:

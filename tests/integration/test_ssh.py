@@ -15,7 +15,7 @@ import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
 from distrun.ssh.resolve import FABRIC, OPENSSH, Target
-from distrun_runtime.coordinator import messages
+from distrun_runtime.contract import agent_messages
 
 both = pytest.mark.parametrize("transport", [FABRIC, OPENSSH])
 
@@ -27,7 +27,7 @@ def running_sshd(tmp_path: Path) -> Iterator[Sshd]:
 
 
 def is_in(event: object) -> bool:
-    assert isinstance(event, messages.AgentHello), event
+    assert isinstance(event, agent_messages.AgentHello), event
     return True
 
 
@@ -103,7 +103,7 @@ def test_with_the_wrong_key_the_problem_says_what_to_do(sshd: Sshd, tmp_path: Pa
     wrong = key(tmp_path / "wrong")
     config = sshd.config("IdentityFile %s" % wrong, "IdentitiesOnly yes", "User me", identity=False)
     event = meet(Target("d1", config=config, transport=transport))
-    assert isinstance(event, messages.StartFailed)
+    assert isinstance(event, agent_messages.StartFailed)
     assert event.kind == "auth"
     assert "127.0.0.1 port %d does not let user me in" % sshd.port in event.reason
     # The host accepts no password, so that ssh-copy-id could not log in either.
@@ -157,7 +157,7 @@ def test_a_host_key_that_cannot_be_recorded_is_a_warning(sshd: Sshd) -> None:
     sshd.known_hosts.mkdir()
     with Meeting(Target("d1", config=sshd.config())) as meeting:
         assert is_in(meeting.wait()["d1"])
-        (warned,) = (event for event in meeting.events["d1"] if isinstance(event, messages.Warned))
+        (warned,) = (event for event in meeting.events["d1"] if isinstance(event, agent_messages.Warned))
     assert "cannot be recorded in %s" % sshd.known_hosts in warned.text
 
 
@@ -263,7 +263,7 @@ def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transp
     )
     with Meeting(Target("d1", config=sshd.config(), transport=transport)) as meeting:
         assert is_in(meeting.wait()["d1"])
-        warned = [event for event in meeting.events["d1"] if isinstance(event, messages.Warned)]
+        warned = [event for event in meeting.events["d1"] if isinstance(event, agent_messages.Warned)]
     assert len(warned) == 1
     assert "hello from rc | more" in warned[0].text
 
@@ -282,7 +282,7 @@ def test_a_host_without_python_says_where_it_was_looked_for(
 @both
 def test_the_agent_does_without_an_interpreter_that_only_the_servers_may_have(sshd: Sshd, transport: str) -> None:
     event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
-    assert isinstance(event, messages.AgentHello)
+    assert isinstance(event, agent_messages.AgentHello)
 
 
 @both
@@ -304,7 +304,7 @@ def test_a_host_that_runs_nothing_tells_what_it_said_instead(sshd: Sshd, transpo
         'command="echo no logins today; echo go away >&2; exit 1" ' + sshd.authorized.read_text()
     )
     event = meet(Target("d1", config=sshd.config(), transport=transport))
-    assert isinstance(event, messages.StartFailed)
+    assert isinstance(event, agent_messages.StartFailed)
     assert event.kind == "other"
     assert "go away" in event.reason
 
@@ -359,7 +359,7 @@ def test_a_proxy_command_is_run_and_what_it_says_is_told(sshd: Sshd, transport: 
     assert is_in(meet(Target("d1", config=good, transport=transport)))
     bad = sshd.config("ProxyCommand sh -c 'echo no way >&2; exit 3'")
     event = meet(Target("d1", config=bad, transport=transport, connect_s=2.0))
-    assert isinstance(event, messages.StartFailed)
+    assert isinstance(event, agent_messages.StartFailed)
 
 
 @both
@@ -388,7 +388,7 @@ def test_giving_up_while_connecting_is_immediate_and_leaves_no_thread(transport:
         for channel in meeting.channels.values():
             channel.kill()
             assert channel.join(60)
-        assert isinstance(meeting.wait()["127.0.0.1"], messages.StartFailed)
+        assert isinstance(meeting.wait()["127.0.0.1"], agent_messages.StartFailed)
     deaf.close()
     until = time.monotonic() + 60
     while set(threading.enumerate()) - before and time.monotonic() < until:

@@ -20,7 +20,7 @@ from distrun.ssh.ask import Abort
 from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import FABRIC, OPENSSH, Target
 from distrun_runtime.agent import share, stopping
-from distrun_runtime.contract import process
+from distrun_runtime.contract import agent_messages, process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Secrets
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.coordinator import messages
@@ -40,7 +40,7 @@ def wait(found: queue.SimpleQueue[messages.Event], kind: type) -> Any:
         event = found.get(timeout=max(until - time.monotonic(), 0.001))
         if isinstance(event, kind):
             return event
-        assert not isinstance(event, (messages.StartFailed, messages.AgentLost)), event
+        assert not isinstance(event, (agent_messages.StartFailed, messages.AgentLost)), event
 
 
 def begin(
@@ -56,11 +56,11 @@ def begin(
     (channel,) = backend.connect(plan.hosts, plan.job)
     found = queue.SimpleQueue() if found is None else found
     channel.start(found.put)
-    hello = wait(found, messages.AgentHello)
+    hello = wait(found, agent_messages.AgentHello)
     channel.send(messages.begin(plan, Secrets(token="ab"), "here"))
-    wait(found, messages.AgentReady)
+    wait(found, agent_messages.AgentReady)
     channel.send(messages.to_frame(messages.Spawn("here", "worker-0", {})))
-    started = wait(found, messages.Started)
+    started = wait(found, agent_messages.Started)
     assert isinstance(channel, SshChannel)
     return plan, channel, hello, started
 
@@ -101,7 +101,7 @@ def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
 def finish(channel: SshChannel, found: queue.SimpleQueue[messages.Event]) -> None:
     """End a job well, as the loop does."""
     channel.send(messages.to_frame(messages.EndAgent("here")))
-    wait(found, messages.Bye)
+    wait(found, agent_messages.Bye)
     channel.close()
 
 

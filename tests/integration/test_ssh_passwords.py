@@ -11,7 +11,7 @@ from terminal import Terminal
 
 from distrun.ssh.ask import Abort, Aborted, Asker, read_secret
 from distrun.ssh.resolve import Target
-from distrun_runtime.coordinator import messages
+from distrun_runtime.contract import agent_messages
 
 WAIT_S = 60.0
 
@@ -28,7 +28,7 @@ def test_a_password_is_asked_once_for_all_hosts_of_a_user(
     with Meeting(*targets(ssh_config, server, 4), asker=Asker(terminal.path)) as meeting:
         terminal.expect("Password of me@d")
         terminal.type("secret word\n")
-        assert all(isinstance(event, messages.AgentHello) for event in meeting.wait().values())
+        assert all(isinstance(event, agent_messages.AgentHello) for event in meeting.wait().values())
     server.close()
     assert terminal.read_rest().count("Password of") == 1
     assert "secret" not in terminal.shown
@@ -100,6 +100,6 @@ def test_a_locked_key_is_unlocked_by_a_passphrase_that_is_asked_once(tmp_path: P
             terminal.type("open\n")
             terminal.expect("Passphrase of %s: " % locked, 2)
             terminal.type("open sesame\n")
-            assert all(isinstance(event, messages.AgentHello) for event in meeting.wait().values())
+            assert all(isinstance(event, agent_messages.AgentHello) for event in meeting.wait().values())
     assert terminal.read_rest().count("Passphrase of") == 2
     assert "sesame" not in terminal.shown

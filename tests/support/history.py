@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from distrun_runtime.contract import session
+from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.failures import Outcome
@@ -45,7 +45,7 @@ class History:
             self.now = min(now, self.now + 0.5)
             for host in self.plan.hosts:
                 if not hosts or host.name in hosts:
-                    self.tell(messages.Pong(host.name))
+                    self.tell(agent_messages.Pong(host.name))
             self.tell(messages.Tick(WALL + self.now))
         return self
 
@@ -66,28 +66,28 @@ class History:
 
     def bad(self, host: str, kind: str = "", text: str = "no route to host", **more: Any) -> History:
         """Have a host turn out to be unusable; without a kind, its agent just did not come up."""
-        return self.tell(messages.StartFailed(host, text, WALL + self.now, kind=kind, **more))
+        return self.tell(agent_messages.StartFailed(host, text, WALL + self.now, kind=kind, **more))
 
     def hello(self, host: str, /, **facts: Any) -> History:
         time = WALL + self.now
-        return self.tell(messages.AgentHello(host, {"version": session.VERSION, "time": time, **facts}, time))
+        return self.tell(agent_messages.AgentHello(host, {"version": session.VERSION, "time": time, **facts}, time))
 
     def ready(self, host: str, **ports: int) -> History:
-        return self.tell(messages.AgentReady(host, "10.0.0.%s" % host[1:], ports))
+        return self.tell(agent_messages.AgentReady(host, "10.0.0.%s" % host[1:], ports))
 
     def settled(self, host: str) -> History:
-        return self.tell(messages.Settled(host))
+        return self.tell(agent_messages.Settled(host))
 
     def started(self, task: str) -> History:
-        return self.tell(messages.Started(self.host(task), task, 100, "x", WALL + self.now))
+        return self.tell(agent_messages.Started(self.host(task), task, 100, "x", WALL + self.now))
 
     def publish(self, task: str, **values: Any) -> History:
-        return self.tell(messages.Published(self.host(task), task, values, WALL + self.now))
+        return self.tell(agent_messages.Published(self.host(task), task, values, WALL + self.now))
 
     def fails(self, task: str, why: str = "ValueError: my bug", at: float | None = None, **more: Any) -> History:
         """Have a task say that it begins to abort."""
         time = WALL + (self.now if at is None else at)
-        return self.tell(messages.Published(self.host(task), task, {"failed": why}, time, **more))
+        return self.tell(agent_messages.Published(self.host(task), task, {"failed": why}, time, **more))
 
     def loses(self, task: str, peer: str, code: int = 1) -> History:
         """Have a task die of a lost peer."""
@@ -95,7 +95,7 @@ class History:
 
     def exited(self, task: str, code: int | None = 0, at: float | None = None, **more: Any) -> History:
         time = WALL + (self.now if at is None else at)
-        return self.tell(messages.Exited(self.host(task), task, code=code, time=time, **more))
+        return self.tell(agent_messages.Exited(self.host(task), task, code=code, time=time, **more))
 
     def killed(self, task: str, signal: str, **more: Any) -> History:
         return self.exited(task, code=None, signal=signal, **more)
@@ -138,6 +138,6 @@ class History:
                 for name in action.tasks:
                     if not self.supervisor.roster.tasks[name].is_over:
                         self.killed(name, action.steps[0][0], stopped=True)
-                self.tell(messages.Cleared(action.host))
+                self.tell(agent_messages.Cleared(action.host))
             elif isinstance(action, EndAgent):
-                self.tell(messages.Bye(action.host))
+                self.tell(agent_messages.Bye(action.host))

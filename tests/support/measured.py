@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.conditions import JobMeasurement
@@ -57,7 +58,7 @@ class MeasuredJob:
             for name in self._used:
                 self._used[name] += self.cpu.get(name, 0.5)
             for host in self.plan.hosts:
-                self.tell(messages.Measured(host.name, self.frame(host.name), WALL + self.now))
+                self.tell(agent_messages.Measured(host.name, self.frame(host.name), WALL + self.now))
             self.tell(messages.Tick(WALL + self.now))
         return self
 

@@ -24,6 +24,7 @@ from distrun import shipping
 from distrun.ssh.ask import Asker
 from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import CONNECT_S, Target, remote_command
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.coordinator import messages
 
 PROGRAM = "/usr/sbin/sshd"
@@ -167,7 +168,7 @@ class Meeting:
 
     def wait(self, *kinds: type, limit_s: float = WAIT_S) -> dict[str, Any]:
         """Return each host's first event of one of these kinds (an agent, or none, if no kind is given)."""
-        wanted = kinds or (messages.AgentHello, messages.StartFailed, messages.AgentLost)
+        wanted = kinds or (agent_messages.AgentHello, agent_messages.StartFailed, messages.AgentLost)
         until = time.monotonic() + limit_s
         while True:
             found = {

@@ -10,6 +10,7 @@ from typing import Any
 from distrun.backends import engine
 from distrun.backends.base import Swept
 from distrun.ssh.failure import SshFailure
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.coordinator import failures, messages
 
@@ -27,7 +28,7 @@ WORDS: dict[type, tuple[str, ...]] = {
     failures.TaskResult: ("reason", "own_failure"),
     messages.AgentLost: ("reason",),
     messages.Announce: ("text",),
-    messages.StartFailed: ("reason", "fix"),
+    agent_messages.StartFailed: ("reason", "fix"),
 }
 """Kinds of values that are shown to a user, and which of their fields are words."""
 

@@ -22,6 +22,23 @@ from distrun_runtime.agent.share import Record, RecordedTask, Share, is_killed, 
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
+from distrun_runtime.contract.agent_messages import (
+    AgentEnding,
+    AgentReady,
+    Answered,
+    Bye,
+    Cleared,
+    Holding,
+    LeftProcess,
+    Needed,
+    Pong,
+    Settled,
+    StackFound,
+    StartFailed,
+    TasksSignal,
+    Warned,
+)
+from distrun_runtime.contract.dataclass import written
 from distrun_runtime.contract.plan import HOLD, STOP, WORKER
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -72,8 +89,8 @@ class Agent:
         """The plan of `begin`, as it came."""
         self._sample_s = 0.0
         """How often the host is measured, as `begin` says; 0: not at all."""
-        self._ready: Dict[str, Any] = {}
-        """What `ready` said."""
+        self._say_ready: Optional[Callable[[], None]] = None
+        """Says `ready` once more."""
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
@@ -155,7 +172,8 @@ class Agent:
                 self._reconnector.tick(now)
         left = self._stopping.step(now)
         if left is not None:
-            self._say("cleared", left=[{"pid": row.pid, "command": process.command_of(row.pid)} for row in left])
+            told = tuple(LeftProcess(row.pid, process.command_of(row.pid)) for row in left)
+            self._channel.say(Cleared, left=written(told))
         if now >= self._remember_at:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
@@ -210,7 +228,7 @@ class Agent:
         self._runner.close()
         if self._reconnector is None and self._share is not None:
             self._share.close(process.is_alive(self._guard.identity))
-        self._say("bye")
+        self._channel.say(Bye)
         self._hand_over(output=False)
         if self._reconnector is not None and self._share is not None:
             self._reconnector.close()
@@ -314,8 +332,8 @@ class Agent:
         if self._share is not None or self._is_leaving:
             if self._begun != plan:
                 self._warn("a second `begin` was ignored")
-            elif self._ready:
-                self._say("ready", **self._ready)  # it is the first one again
+            elif self._say_ready is not None:
+                self._say_ready()  # it is the first one again
             return
         self._begun, self._sample_s = plan, sample_s
         try:
@@ -344,14 +362,14 @@ class Agent:
         except OSError as err:
             self._warn(f"should the connection be cut, there will be no other: {err}")
             return None
-        self._say("holding", path=waiting.path)
+        self._channel.say(Holding, path=waiting.path)
         return waiting
 
     def _prepare(self, steps: preflight.Steps, on_done: Callable[[Share], None]) -> None:
         self._preflight = Preflight(
             steps,
             self._selector,
-            ask_for=lambda digest: self._say("need", digest=digest),
+            ask_for=lambda digest: self._channel.say(Needed, digest=digest),
             on_done=on_done,
             on_failed=self._fail,
         )
@@ -359,25 +377,28 @@ class Agent:
 
     def _on_ready(self, share: Share) -> None:
         self._share = share
-        self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
+        address, ports, python, gpus = share.address, share.ports(), dict(share.python), {}
         if share.devices is not None:
             from distrun_runtime.agent import helper
 
-            self._ready["gpus"] = helper.report(share)
-        self._say("ready", **self._ready)
+            gpus = helper.report(share)
+
+        self._say_ready = lambda: self._channel.say(AgentReady, address=address, ports=ports, python=python, gpus=gpus)
+        self._say_ready()
         self._channel.flush()  # the coordinator need not wait for what follows
         from distrun_runtime.agent.measuring import Hooks, HostMeasurement  # `ready` need not wait for this
 
-        hooks = Hooks(self._say, self._channel.takes_metrics, self._stopping.task_of, self._may_help)
+        hooks = Hooks(self._channel, self._stopping.task_of, self._may_help)
         self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
         self._measuring.set_interval(float(self._sample_s), time.monotonic())
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:
-            self._say("stack", id=id, **answer._asdict())
+            name, text, how, error, fix = answer
+            self._channel.say(StackFound, id=id, text=text, how=how, error=error, fix=fix, task=name)
 
         if self._measuring is None or self._is_leaving:
-            self._say("stack", id=id, task=task, error="the job ends on this host")
+            self._channel.say(StackFound, id=id, task=task, error="the job ends on this host")
             return
         self._measuring.ask_stack(task, give)
 
@@ -391,7 +412,7 @@ class Agent:
 
     def _on_settled(self, share: Share) -> None:
         self._share = share
-        self._say("settled", python=dict(share.python))
+        self._channel.say(Settled, python=dict(share.python))
 
     @property
     def _is_prepared(self) -> bool:
@@ -412,7 +433,7 @@ class Agent:
             return
         from distrun_runtime.agent.unpack import Unpacking
 
-        self._unpacking = Unpacking(share.plan, f" on {share.host}", run, rules, self._say)
+        self._unpacking = Unpacking(share.plan, f" on {share.host}", run, rules, self._channel)
         self._unpacking.begin()
 
     def _files(self, run: str, body: bytes, last: bool = False, fault: str = "", **_: Any) -> None:
@@ -421,22 +442,22 @@ class Agent:
 
     def _fail(self, err: Exception) -> None:
         kind, fix = (err.kind, err.fix) if isinstance(err, PreflightFailure) else (OTHER, "")
-        self._say("refused", reason=_reason(err), kind=kind, fix=fix)
+        self._channel.say(StartFailed, reason=_reason(err), kind=kind, fix=fix)
         self._leave(facts.EXIT_START_FAILED)
 
     def _ask(self, id: int, what: str, args: Any = None, **_: Any) -> None:
         """Answer a question. That may block: no task runs yet, so nothing waits for this loop."""
         if self._share is not None or self._is_leaving:
-            self._say("answer", id=id, error="tools answer only before a job begins")
+            self._channel.say(Answered, id=id, error="tools answer only before a job begins")
             return
-        from distrun_runtime.agent import query  # most agents are never asked
-
         try:
+            from distrun_runtime.agent import query  # most agents are never asked, and those that dial have no tools
+
             value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
-            self._say("answer", id=id, error=_reason(err))
+            self._channel.say(Answered, id=id, error=_reason(err))
         else:
-            self._say("answer", id=id, value=value)
+            self._channel.say(Answered, id=id, value=value)
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
 
     def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
@@ -462,7 +483,7 @@ class Agent:
         if process.is_new_warning(self._warnings, signal, source, time.monotonic()):
             self._runner.signal(tasks, stopping.signal_number(signal))
             if not source:
-                self._say("signalled", signal=signal)
+                self._channel.say(TasksSignal, signal=signal)
 
     def _stop(self, tasks: Sequence[str], steps: Any, **_: Any) -> None:
         self._catch_up()
@@ -481,7 +502,7 @@ class Agent:
         self._runner.acknowledge(task, stream, offset)
 
     def _ping(self, n: int = 0, **_: Any) -> None:
-        self._say("pong", n=n)
+        self._channel.say(Pong, n=n)
         if self._share is not None:
             from distrun_runtime.agent import cache  # loaded already, where the runtime is in it
 
@@ -584,13 +605,10 @@ class Agent:
     def _say_ending(self, reason: str, by_user: bool = False) -> None:
         """Say that all tasks are stopped here, unless the coordinator asked for it or was told before."""
         if not self._is_leaving:
-            self._say("ending", reason=reason, by_user=by_user, time=time.time())
+            self._channel.say(AgentEnding, reason=reason, by_user=by_user, time=time.time())
 
     def _warn(self, text: str) -> None:
-        self._say("warning", text=text)
-
-    def _say(self, kind: str, /, **members: Any) -> None:
-        self._channel.say(kind, **members)
+        self._channel.say(Warned, text=text)
 
 
 def _reason(err: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Callable, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Protocol
 
 from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Session
@@ -12,6 +12,10 @@ from distrun_runtime.errors import WireError
 if TYPE_CHECKING:
     import selectors
     import socket  # most agents have pipes, and say hello before it is imported
+
+    from typing_extensions import Concatenate, ParamSpec  # typing has them since Python 3.10
+
+    P = ParamSpec("P")
 
 QUEUE_BYTES = 1024 * 1024
 """If more is queued, the output of tasks waits in its spool."""
@@ -197,10 +201,18 @@ class Channel:
         """Queue the first line, which is no frame, before everything else."""
         self._rest = memoryview(line)
 
-    def say(self, kind: str, body: bytes = b"", /, **members: Any) -> None:
-        """Have one message of type `kind` sent."""
+    def say(self, message: Callable[Concatenate[str, P], object], /, *none: P.args, **members: P.kwargs) -> None:
+        """Have a message sent that `contract.agent_messages` declares. Its `host` is not: its reader knows it."""
+        from distrun_runtime.contract.agent_messages import TYPES  # not before the hello
+
+        assert not none, "members are named"
+        header: Dict[str, Any] = dict(members, type=TYPES[message])
+        self.send(header, header.pop("data", b""))
+
+    def send(self, header: Dict[str, Any], body: bytes = b"") -> None:
+        """Have a frame sent: one whose members no class declares, or before classes are imported."""
         try:
-            self._session.say(dict(members, type=kind), body)
+            self._session.say(header, body)
         except WireError as err:
             self.is_broken = True
             self.fault = str(err)

@@ -143,20 +143,22 @@ def _serve_as_agent(
     _leave_standard_streams()
     if connection is None:
         channel.greet(b"DISTRUN/%d %s\n" % (session.VERSION, os.urandom(8).hex().encode("ascii")))
-    channel.say(
-        "hello",
-        version=session.VERSION,
-        agent=me._asdict(),
-        guard=guard.identity._asdict(),
-        host=os.uname().nodename,
-        python=sys.version.split()[0],
-        platform=sys.platform,
-        capabilities={
-            "procfs": not process.is_portable(),
-            "subreaper": is_subreaper,
-            "pidfd": process.has_pidfd(),
-        },
-        time=time.time(),
+    channel.send(
+        {
+            "type": "hello",
+            "version": session.VERSION,
+            "agent": me._asdict(),
+            "guard": guard.identity._asdict(),
+            "host": os.uname().nodename,
+            "python": sys.version.split()[0],
+            "platform": sys.platform,
+            "capabilities": {
+                "procfs": not process.is_portable(),
+                "subreaper": is_subreaper,
+                "pidfd": process.has_pidfd(),
+            },
+            "time": time.time(),
+        }
     )
     channel.flush()
     return run_agent(Start(channel, guard, me, wakeup, is_subreaper, make_reconnector, first))

@@ -21,10 +21,12 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, TypeVar, Union, cast
 
 from distrun_runtime.agent import procfs
+from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.helper import Helper
 from distrun_runtime.agent.procfs import Usage
 from distrun_runtime.agent.share import Share, exact
 from distrun_runtime.contract import facts, metrics, process
+from distrun_runtime.contract.agent_messages import Warned
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
@@ -55,10 +57,8 @@ def _shielded(act: _Method) -> _Method:
 class Hooks(NamedTuple):
     """What measuring needs of the agent."""
 
-    say: Callable[..., None]
-    """Sends a frame to the coordinator: its type, and members by name."""
-    takes_metrics: Callable[[], bool]
-    """Returns whether the connection takes a frame `metrics` now."""
+    channel: Channel
+    """To the coordinator."""
     task_of: Callable[[int], str]
     """Returns the task that a process belongs to by its environment; empty: none."""
     may_help: Callable[[], bool]
@@ -151,7 +151,7 @@ class HostMeasurement:
             self._again_at = None
             self._begin_sampling(now)
         if self._metrics is not None and now >= self._metrics.next_at:
-            if self._agent.takes_metrics():
+            if self._agent.channel.takes_metrics():
                 self._reports.fetch(now)
                 self._metrics.sample(self._tasks, self._reports.last, self._reports.sizes, now)
             else:  # the next sample says how things are
@@ -183,7 +183,7 @@ class HostMeasurement:
         if self._faults == 1:
             again = f"it tries again after {facts.duration(AGAIN_S)}, {TRIES - 1} times at most"
             text = f"the agent itself failed to measure: {type(err).__name__}: {err}; {again}"
-            self._agent.say("warning", text=text)
+            self._agent.channel.say(Warned, text=text)
 
     @_shielded
     def _heard_of_stacks(self, task: str, told: Mapping[str, object]) -> None:
@@ -202,7 +202,7 @@ class HostMeasurement:
                 lambda: helper_of(self._share, self._selector),
                 self._agent.task_of,
                 self._agent.may_help,
-                lambda frame: self._agent.say("metrics", **frame),
+                lambda frame: self._agent.channel.send({**frame, "type": "metrics"}),
             )
         if self._metrics is not None:
             self._metrics.set_interval(self._interval_s, now)

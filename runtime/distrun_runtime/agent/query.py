@@ -56,13 +56,29 @@ def _probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     return probe.probe(args)
 
 
+def _remove(job: str, path: str) -> Dict[str, Any]:
+    """Remove a job's folder, at once for all readers; should we be ended meanwhile, `distrun gc` here goes on."""
+    import shutil  # imports much that no other answer needs
+
+    parent, name = os.path.split(path)
+    if os.path.lexists(path):
+        if name != job or os.path.islink(path) or not os.path.isfile(os.path.join(path, "plan.json")):
+            raise ContractError(f"{path} is no folder of job {job}")
+        doomed = os.path.join(parent, f".removed-{name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    return {}
+
+
 def _daemon(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Start a process that goes on when this agent has ended."""
-    from distrun_runtime.agent import daemon
+    from distrun_runtime.agent.share import private_root
+    from distrun_runtime.contract import daemon
 
     data = binascii.a2b_base64(str(args["input"]))
     env = {str(name): str(value) for name, value in dict(args["env"]).items()}
-    return {"line": daemon.start([str(word) for word in args["argv"]], data, env, float(args["limit_s"]))}
+    argv = [str(word) for word in args["argv"]]
+    return {"line": daemon.start(argv, data, env, float(args["limit_s"]), private_root())}
 
 
 _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
@@ -75,6 +91,7 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
     "connect": lambda args: {"results": connect(list(args["targets"]), float(args["limit_s"]))},
     "close": lambda args: {"nonces": close()},
     "daemon": _daemon,
+    "remove": lambda args: _remove(str(args["job"]), str(args["folder"])),
 }
 
 

@@ -18,14 +18,34 @@ import subprocess
 import sys
 import time
 from collections import deque
-from typing import Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Set,
+    Tuple,
+    TypedDict,
+)
 
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.share import exact, words
 from distrun_runtime.contract import process
+from distrun_runtime.contract.agent_messages import Exited, Output, Published, Started, Warned
 from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from distrun_runtime.contract.plan import Task
 from distrun_runtime.contract.process import Identity, Process
+
+if TYPE_CHECKING:
+    from typing_extensions import Concatenate  # typing has it since Python 3.10
+
+    from distrun_runtime.agent.channel import P
 
 # Forwards the output of tasks to the coordinator through an on-disk spool with flow control.
 #
@@ -269,7 +289,7 @@ class TaskRunner:
         """What tasks write from now on is thrown away."""
         self._channel = channel
         self._selector = selector
-        self._said: Dict[str, List[Tuple[str, Dict[str, object]]]] = {}
+        self._said: Dict[str, List[Tuple[Callable[..., object], Dict[str, Any]]]] = {}
         self._has_warned_of_disk = False
 
     def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> bool:
@@ -277,9 +297,9 @@ class TaskRunner:
         try:
             running = start(task, env, spool_folder, attempt)
         except CannotStart as err:
-            nothing = {"signal": None, "stopped": False, "out": 0, "err": 0, "max_rss_kb": 0, "cpu_s": 0.0}
-            ended = {"code": err.code, "reason": str(err), "time": time.time(), **nothing}
-            self._say("exited", task=task.name, attempt=attempt, **ended)
+            how: ExitFacts = {"code": err.code, "signal": None, "max_rss_kb": 0, "cpu_s": 0.0}
+            why, now, name = str(err), time.time(), task.name
+            self._say(Exited, task=name, attempt=attempt, time=now, reason=why, stopped=False, out=0, err=0, **how)
             return False
         self.tasks[task.name] = running
         for outlet in running.outlets:
@@ -288,7 +308,7 @@ class TaskRunner:
             running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
         )
         leader, started = running.leader, running.started
-        self._say("started", task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
+        self._say(Started, task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
         return True
 
     def repeat(self, name: str, attempt: int) -> bool:
@@ -297,16 +317,16 @@ class TaskRunner:
         if not said:
             return False
         if any(members["attempt"] != attempt for _, members in said):
-            self._channel.say("warning", text=f"`spawn` was ignored: {name} was started before, as another attempt")
+            self._channel.say(Warned, text=f"`spawn` was ignored: {name} was started before, as another attempt")
             return True
-        for kind, members in said:
-            self._channel.say(kind, **members)
+        for message, members in said:
+            self._channel.say(message, **members)
         return True
 
-    def _say(self, kind: str, /, **members: object) -> None:
+    def _say(self, message: Callable[Concatenate[str, P], object], /, *none: P.args, **members: P.kwargs) -> None:
         """Say how a task started or ended, and remember it for `repeat`."""
-        self._said.setdefault(str(members["task"]), []).append((kind, members))
-        self._channel.say(kind, **members)
+        self._said.setdefault(str(members["task"]), []).append((message, members))
+        self._channel.say(message, *none, **members)
 
     def reap(self) -> int:
         """Reap every child that ended and return how many did; say `exited` for tasks."""
@@ -345,7 +365,7 @@ class TaskRunner:
                 continue
             running.is_told_stopped = True
             text = f"{running.task.name} is stopped, as by SIGSTOP; to let it go on, there: kill -CONT {pid}"
-            self._channel.say("warning", text=text)
+            self._channel.say(Warned, text=text)
 
     def read_published(self) -> None:
         """Pass on what tasks have published so far."""
@@ -396,7 +416,7 @@ class TaskRunner:
                 outlet.close()
                 outlet.spool.close()
 
-    def _on_end(self, running: RunningTask, now: float, facts: Mapping[str, object]) -> None:
+    def _on_end(self, running: RunningTask, now: float, facts: ExitFacts) -> None:
         for outlet in sorted(running.outlets, key=lambda outlet: not outlet.is_mid_line):
             descriptor = outlet.descriptor
             outlet.drain()
@@ -405,7 +425,7 @@ class TaskRunner:
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
         name, stopped = running.task.name, running.was_signalled
-        self._say("exited", task=name, attempt=running.attempt, time=now, stopped=stopped, out=out, err=err, **facts)
+        self._say(Exited, task=name, attempt=running.attempt, time=now, stopped=stopped, out=out, err=err, **facts)
 
     def _on_output(self, running: RunningTask, outlet: Outlet) -> None:
         # An unfinished line goes first, such as a progress bar on stderr: what came on stdout came after its end.
@@ -425,7 +445,7 @@ class TaskRunner:
         if outlet.spool.failure and not self._has_warned_of_disk:
             self._has_warned_of_disk = True
             text = "output cannot be kept on this host's disk; tasks wait while you do not take it: "
-            self._channel.say("warning", text=text + outlet.spool.failure)
+            self._channel.say(Warned, text=text + outlet.spool.failure)
         if outlet.spool.is_full and outlet.descriptor is not None:
             self._selector.unregister(outlet.descriptor)
         self._pump(outlet)
@@ -435,9 +455,9 @@ class TaskRunner:
         objects, wrong = running.publisher.read()
         for values in objects:
             stopped = running.was_signalled
-            self._channel.say("published", task=running.task.name, values=values, time=time.time(), stopped=stopped)
+            self._channel.say(Published, task=running.task.name, values=values, time=time.time(), stopped=stopped)
         for text in wrong:
-            self._channel.say("warning", text=text)
+            self._channel.say(Warned, text=text)
         self._unwatch_if_closed(descriptor, running.publisher.descriptor)
 
     def _watch(self, running: RunningTask, outlet: Outlet) -> None:
@@ -456,7 +476,7 @@ class TaskRunner:
     def _pump(self, outlet: Outlet, **window: int) -> None:
         def send(offset: int, data: bytes) -> None:
             name, attempt = outlet.task, outlet.attempt
-            self._channel.say("output", data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
+            self._channel.say(Output, data=data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
 
         outlet.pump(send, self._channel.takes_output, **window)
 
@@ -673,8 +693,17 @@ def reaped() -> Iterator[Tuple[int, int, resource.struct_rusage]]:
         yield pid, status, usage
 
 
-def exit_facts(status: int, usage: resource.struct_rusage) -> Dict[str, object]:
-    """Return how a child ended, as the `exited` message says it."""
+class ExitFacts(TypedDict):
+    """Members of `Exited`."""
+
+    code: Optional[int]
+    signal: Optional[str]
+    max_rss_kb: int
+    cpu_s: float
+
+
+def exit_facts(status: int, usage: resource.struct_rusage) -> ExitFacts:
+    """Return how a child ended."""
     # macOS counts bytes, other systems kibibytes (getrusage(2)).
     rss_kb = usage.ru_maxrss // 1024 if sys.platform == "darwin" else usage.ru_maxrss
     return {

@@ -20,10 +20,12 @@ import shutil
 import stat
 import tarfile
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
+from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.preflight import prepare_folder
 from distrun_runtime.contract import folder
+from distrun_runtime.contract.agent_messages import Copied, CopyFailed, Copying, FolderFound
 from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, FolderUnfit
 from distrun_runtime.contract.plan import Plan
 
@@ -179,13 +181,13 @@ class Unpacking:
     Arguments:
         on: put behind the folder in messages (` on h1`).
         run, rules: of the `copy` frame that asks for it.
-        say: sends a frame.
+        channel: sends messages.
     """
 
-    def __init__(self, plan: Plan, on: str, run: str, rules: Iterable[Any], say: Callable[..., None]) -> None:
+    def __init__(self, plan: Plan, on: str, run: str, rules: Iterable[Any], channel: Channel) -> None:
         self._plan = plan
         self._on = on
-        self._say = say
+        self._channel = channel
         self._run = run
         self._delete = plan.sync is not None and plan.sync.delete
         self._rules = [(re.compile(text, re.DOTALL), bool(only), bool(keeps)) for text, only, keeps in rules]
@@ -221,7 +223,7 @@ class Unpacking:
         except (FolderUnfit, OSError) as err:
             self._fail(err)
         else:
-            self._say("folder", state=state, notes=list(found.notes))
+            self._channel.say(FolderFound, state=state, notes=tuple(found.notes))
 
     def take(self, run: str, piece: bytes, is_last: bool, fault: str) -> bool:
         """Take a piece of the archive; return False if it is none of this copy. After a failure it is dropped.
@@ -255,14 +257,14 @@ class Unpacking:
                 now = time.monotonic()
                 if now >= self._tell_at:
                     self._tell_at = now + TOLD_S
-                    self._say("copying", files=self._count)
+                    self._channel.say(Copying, files=self._count)
                 if now >= until:
                     return
         except (FolderUnfit, OSError) as err:
             self._fail(err, self._at)
         else:
             self.close()
-            self._say("copied", files=archive.files, bytes=archive.size)
+            self._channel.say(Copied, files=archive.files, bytes=archive.size)
 
     def close(self) -> None:
         """Remove what has come and is not in place. May be repeated."""
@@ -285,7 +287,7 @@ class Unpacking:
             what = "there is no room for the files" if is_full else "the files cannot be written"
             text = f"{what}: {where}: {err.strerror or err}"
             err = FolderUnfit("disk" if is_full else "folder", text, ROOM if is_full else "")
-        self._say("copy_failed", reason=str(err), kind=err.kind, fix=err.fix)
+        self._channel.say(CopyFailed, reason=str(err), kind=err.kind, fix=err.fix)
 
     def _claim(self) -> bool:
         """Make the stage; return False if another agent has made it. Old ones of killed agents are removed."""

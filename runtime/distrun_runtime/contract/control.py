@@ -16,10 +16,10 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
 from distrun_runtime.contract import facts, process, session
-from distrun_runtime.contract.dataclass import dataclass, read
+from distrun_runtime.contract.dataclass import dataclass, declared_in, read
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)
@@ -49,22 +49,6 @@ class Refusal(RuntimeFault):
         super().__init__(message)
         self.hint = hint
         self.is_last = is_last
-
-
-Members = Mapping[str, Any]
-"""All members of a frame."""
-NO_MEMBERS: Members = {}
-_T = TypeVar("_T")
-
-
-def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], Type[_T]]:
-    """Return a decorator that enters a class into a table by the type of frame that it is."""
-
-    def declare(message: Type[_T]) -> Type[_T]:
-        table[kind] = message
-        return message
-
-    return declare
 
 
 # ---------------------------------------------------------------------- what a client asks for

@@ -13,9 +13,9 @@ import functools
 import operator
 import reprlib
 import sys
-from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, TypeVar
 
-__all__ = ["Time", "dataclass", "read", "rfc3339", "seconds", "written"]
+__all__ = ["NO_MEMBERS", "Members", "Time", "dataclass", "declared_in", "read", "rfc3339", "seconds", "written"]
 
 
 @reprlib.recursive_repr()
@@ -57,6 +57,9 @@ else:
 # JSON as classes declare it.
 
 
+Members = Mapping[str, Any]
+"""All members of a frame. `read` knows members that are declared so."""
+NO_MEMBERS: Members = {}
 Time = float
 """Wall-clock seconds since 1970; RFC 3339 in JSON. `read` and `written` know members that are declared so."""
 _RFC3339 = "%Y-%m-%dT%H:%M:%S.%fZ"
@@ -85,6 +88,16 @@ _PLAIN: Mapping[str, Tuple[type, str]] = {
 }
 """Types of members that JSON has too, and how messages name them."""
 _T = TypeVar("_T")
+
+
+def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], Type[_T]]:
+    """Return a decorator that enters a class into a table by the type of frame that it is."""
+
+    def declare(message: Type[_T]) -> Type[_T]:
+        table[kind] = message
+        return message
+
+    return declare
 
 
 def read(kind: Callable[..., _T], members: Mapping[str, Any], body: bytes = b"", /, **given: Any) -> _T:

@@ -17,9 +17,10 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple, Type
 
 from distrun_runtime.contract import session
+from distrun_runtime.contract.agent_messages import Bye, Holding, Pong, StartFailed, Warned
 from distrun_runtime.contract.session import Session, Source
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.messages import AgentLost, Bye, Cut, Event, Holding, Pong, Resumed, StartFailed, Warned
+from distrun_runtime.coordinator.messages import AgentLost, Cut, Event, Resumed
 from distrun_runtime.errors import RuntimeFault, WireError
 
 # Connections that carry the session of an agent for a while, as their two threads use them: one reads, one writes.

@@ -27,7 +27,7 @@ from typing import (
     Tuple,
 )
 
-from distrun_runtime.contract import control, facts
+from distrun_runtime.contract import agent_messages, control, facts
 from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
@@ -505,7 +505,7 @@ class JobMeasurement:
 
     # ------------------------------------------------------------------ what comes
 
-    def _on_measured(self, event: messages.Measured, now: float) -> List[MetricsAction]:
+    def _on_measured(self, event: agent_messages.Measured, now: float) -> List[MetricsAction]:
         self._is_changed = True
         changes: List[ConditionChange] = []
         for task in self._metrics.take(event.host, event.value, now, event.arrived):
@@ -533,7 +533,7 @@ class JobMeasurement:
                 self._stalls.append(change)
         return [RecordEvent("condition", change._asdict()) for change in changes]
 
-    def _on_exited(self, event: messages.Exited, now: float) -> List[MetricsAction]:
+    def _on_exited(self, event: agent_messages.Exited, now: float) -> List[MetricsAction]:
         return self._ended((event.task,), now)
 
     def _on_lost(self, event: messages.AgentLost, now: float) -> List[MetricsAction]:
@@ -555,7 +555,7 @@ class JobMeasurement:
         places = [place for place in self._plan.all_places if place.host in changed]
         return [self._interval_of(place) for place in places if place.name in self._ready]
 
-    def _on_ready(self, event: messages.AgentReady, now: float) -> List[MetricsAction]:
+    def _on_ready(self, event: agent_messages.AgentReady, now: float) -> List[MetricsAction]:
         self._ready.add(event.host)
         places = self._plan.all_places if self._look else ()
         return [self._interval_of(each) for each in places if each.name == event.host]
@@ -656,10 +656,10 @@ class JobMeasurement:
         return shown
 
     _HANDLERS: ClassVar[Mapping[type, Callable[[JobMeasurement, Any, float], List[MetricsAction]]]] = {
-        messages.Measured: _on_measured,
-        messages.Exited: _on_exited,
+        agent_messages.Measured: _on_measured,
+        agent_messages.Exited: _on_exited,
         messages.AgentLost: _on_lost,
-        messages.AgentReady: _on_ready,
+        agent_messages.AgentReady: _on_ready,
         messages.MetricsWanted: _on_wanted,
         messages.MetricsAsked: _on_asked,
         messages.Tick: _on_tick,

@@ -1,7 +1,7 @@
 """The coordinator of a detached job on one of the job's hosts.
 
-The launcher has checked the hosts and copied the files. It starts this process there (`agent.daemon`) and gives it the
-job by standard input, secrets included: a frame with the plan, whose body is the program of the agents, and a frame
+The launcher has checked the hosts and copied the files. It starts this process there (`contract.daemon`) and gives it
+the job by standard input, secrets included: a frame with the plan, whose body is the program of the agents, and a frame
 with the runtime's archive. The process prints one line, a JSON object that says where it listens. From then on it
 runs alone: agents dial back to it, clients come by its control socket, and the job's folder is in the job store of this
 host. If this host shares the launcher's job store, that is the folder which the launcher has made.

@@ -22,8 +22,9 @@ from typing import (
     Union,
 )
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.agent_messages import StackFound
 from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.contract.plan import WORKER, Plan, Secrets
 from distrun_runtime.coordinator import jobfolder, loop, messages
@@ -31,7 +32,7 @@ from distrun_runtime.coordinator.channel import AgentChannel, Put
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logs import Spool
-from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
+from distrun_runtime.coordinator.messages import AskStack, StackWanted
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
@@ -289,10 +290,10 @@ class JobRun:
             return self._find_stacks(event, now)
         if self._stacks is not None:
             self._tell_stacks(self._stacks.expired(now))
-            if isinstance(event, messages.StackFound):
+            if isinstance(event, agent_messages.StackFound):
                 self._tell_stacks(self._stacks.heard(event))
         found: List[messages.AgentAction] = []
-        if isinstance(event, messages.Output):
+        if isinstance(event, agent_messages.Output):
             found += self._write(event)
         elif type(event) in _RECORDED:
             self._is_dirty = True
@@ -373,7 +374,7 @@ class JobRun:
         self._record("metrics_port", url=exporter.url)
         self._service.say(f"metrics: {exporter.url}", messages.INFO)
 
-    def _write(self, event: messages.Output) -> List[messages.AgentAction]:
+    def _write(self, event: agent_messages.Output) -> List[messages.AgentAction]:
         """Log and show output; return the acknowledgement."""
         if event.task not in self._supervisor.roster.tasks:
             return []  # the supervisor says what it thinks of that
@@ -459,16 +460,16 @@ class JobRun:
         self._try(self._folder.finish, outcome)
 
 
-_COUNTED = (messages.Measured, messages.MetricsWanted, messages.MetricsAsked)
+_COUNTED = (agent_messages.Measured, messages.MetricsWanted, messages.MetricsAsked)
 """Events for which the job's numbers are begun."""
-_FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
+_FREQUENT = (messages.Tick, agent_messages.Pong, agent_messages.Measured)
 """What is not said, however much is to be said."""
 _FRAMES = ("hello", "ready", "settled", "started", "published", "exited", "cleared", "warning", "ending", "bye")
 _RECORDED = {
-    **{messages.FROM_AGENT[kind]: kind for kind in _FRAMES},
+    **{agent_messages.FROM_AGENT[kind]: kind for kind in _FRAMES},
     messages.AllPrepared: "prepared",
     messages.PrepareFailed: "prepare_failed",
-    messages.StartFailed: "start_failed",
+    agent_messages.StartFailed: "start_failed",
     messages.Cut: "cut",
     messages.Resumed: "resumed",
     messages.AgentLost: "lost",

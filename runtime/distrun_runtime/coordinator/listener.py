@@ -23,10 +23,11 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, Mapping, NamedTuple
 
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.address import ports_to_try
+from distrun_runtime.contract.agent_messages import StartFailed, Warned
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk, with_port
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator.channel import Put, SessionChannel, SocketConnection
-from distrun_runtime.coordinator.messages import AgentLost, PlaceClaimedTwice, StartFailed, Warned
+from distrun_runtime.coordinator.messages import AgentLost, PlaceClaimedTwice
 from distrun_runtime.errors import ContractError, WireError
 
 HANDSHAKE_S = 10.0

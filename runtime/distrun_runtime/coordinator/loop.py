@@ -12,12 +12,13 @@ import time
 from types import MappingProxyType
 from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Union
 
-from distrun_runtime.contract import process
+from distrun_runtime.contract import agent_messages, process
+from distrun_runtime.contract.agent_messages import TasksSignal
 from distrun_runtime.contract.daemon import ALL, Interrupts
 from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import AgentChannel
-from distrun_runtime.coordinator.messages import Interrupt, TasksSignal
+from distrun_runtime.coordinator.messages import Interrupt
 
 PING_S = 2.0
 FILES, FILES_A_CHANNEL = 256, 4
@@ -100,7 +101,7 @@ class HostLoop:
 
     def _take_signal(self, name: str) -> None:
         if name in process.TASKS_SIGNALS:
-            self.put(TasksSignal(name))
+            self.put(TasksSignal("", name))
         elif name != "TSTP":  # Ctrl-Z stops the client's printing, and nothing here
             self.put(Interrupt(name, time.time()))
 
@@ -112,7 +113,7 @@ class HostLoop:
         until = time.monotonic() + limit_s
         while left and time.monotonic() < until:
             for event in self._wait(until - time.monotonic()):
-                if isinstance(event, (messages.AgentLost, messages.Bye)):
+                if isinstance(event, (messages.AgentLost, agent_messages.Bye)):
                     left.discard(event.host)
         return left
 
@@ -154,11 +155,11 @@ class HostLoop:
 
     def _handle(self, event: messages.Event) -> None:
         now = time.monotonic()
-        if isinstance(event, messages.AgentHello):
+        if isinstance(event, agent_messages.AgentHello):
             self._listening.add(event.host)
-        elif isinstance(event, (messages.Bye, messages.AgentLost)):
+        elif isinstance(event, (agent_messages.Bye, messages.AgentLost)):
             self._listening.discard(event.host)
-            self._said_bye.update([event.host] if isinstance(event, messages.Bye) else [])
+            self._said_bye.update([event.host] if isinstance(event, agent_messages.Bye) else [])
         for action in self._decisions.handle(event, now):
             self._ACTS.get(type(action), HostLoop._send)(self, action)
 

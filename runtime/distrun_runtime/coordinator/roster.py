@@ -8,10 +8,11 @@ from typing import Any, Dict, List, Optional, Set
 from typing import Counter as Counts
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.agent_messages import Output
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import WORKER, Plan, Task, references
 from distrun_runtime.coordinator.failures import Survivor, TaskResult, listed
-from distrun_runtime.coordinator.messages import Event, Output
+from distrun_runtime.coordinator.messages import Event
 
 SKEW_S = 1.0
 """A host's clock is corrected only when it is off by more: below that, NTP knows better than a hello's delay."""

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import control, facts, private, process, session
+from distrun_runtime.contract.agent_messages import TasksSignal
 from distrun_runtime.coordinator.clients import Client, OutputPiece
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.messages import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
+from distrun_runtime.coordinator.messages import Event, Interrupt, MetricsWanted, StackWanted
 from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:
@@ -414,7 +415,7 @@ class Service:
     def _on_signal(self, client: Client, request: control.Signal) -> None:
         if request.name in process.TASKS_SIGNALS:
             if self._put is not None:
-                self._put(TasksSignal(request.name, by="client"))
+                self._put(TasksSignal("", request.name, by="client"))
         elif request.name == "PIPE":
             self._interrupt("PIPE")
         else:

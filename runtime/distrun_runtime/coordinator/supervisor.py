@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
-from distrun_runtime.contract import facts, gpus, process, session
+from distrun_runtime.contract import agent_messages, facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits, Plan
@@ -322,13 +322,13 @@ class Supervisor:
                 )
                 self._say(text, WARNING)
 
-    def _on_hello(self, event: messages.AgentHello) -> None:
+    def _on_hello(self, event: agent_messages.AgentHello) -> None:
         host = self.roster.hosts[event.host]
         version = event.facts.get("version")
         if version != session.VERSION:
             why = f"its agent speaks protocol version {version!r}, this program {session.VERSION}"
             fix = "use one release of distrun everywhere"
-            self._on_start_failed(messages.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
+            self._on_start_failed(agent_messages.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
         stamp = event.facts.get("time")
         skew = event.arrived - stamp if isinstance(stamp, (int, float)) and not self._is_one_machine else 0.0
@@ -339,7 +339,7 @@ class Supervisor:
             # Root needs no sudo, and often there is none.
             script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
             fix = of_plan.typed(script, asks=True)
-            self._on_start_failed(messages.StartFailed(event.host, why, event.arrived, True, "clock", fix))
+            self._on_start_failed(agent_messages.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
         host.machine = str(event.facts.get("host", ""))
@@ -351,7 +351,7 @@ class Supervisor:
         if host.ended_at is None:
             self._actions.append(Begin(event.host))
 
-    def _on_ready(self, event: messages.AgentReady) -> None:
+    def _on_ready(self, event: agent_messages.AgentReady) -> None:
         host = self.roster.hosts[event.host]
         twin = self.roster.twin_of(host, event.address)
         if twin is not None:
@@ -360,7 +360,7 @@ class Supervisor:
             fix = "choose another network with --subnet CIDR or --interface NAME"
             if self.plan.of_role(SCHEDULER):
                 why = f"{text}, so tasks elsewhere cannot reach both"
-                self._on_start_failed(messages.StartFailed(event.host, why, host.stamp, True, "interface", fix))
+                self._on_start_failed(agent_messages.StartFailed(event.host, why, host.stamp, True, "interface", fix))
                 return
             self._say(f"{text}; {fix} if tasks are to reach both", WARNING)
         host.is_ready = True
@@ -372,11 +372,11 @@ class Supervisor:
         if event.gpus:  # only where tasks get GPUs
             self._tell_gpus(event.host, event.gpus)
 
-    def _on_settled(self, event: messages.Settled) -> None:
+    def _on_settled(self, event: agent_messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
         self._tell_python(event)
 
-    def _tell_python(self, event: Union[messages.AgentReady, messages.Settled]) -> None:
+    def _tell_python(self, event: Union[agent_messages.AgentReady, agent_messages.Settled]) -> None:
         for text in event.python.values():
             self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 
@@ -389,11 +389,11 @@ class Supervisor:
             why = found.get("error") or gpus.NO_DRIVER
             self._say(f"{host}: its GPUs cannot be checked: {why}; {sees}", INFO)
 
-    def _on_needed(self, event: messages.Needed) -> None:
+    def _on_needed(self, event: agent_messages.Needed) -> None:
         if event.digest == self.plan.runtime.digest and self.roster.hosts[event.host].ended_at is None:
             self._actions.append(SendRuntime(event.host))
 
-    def _on_start_failed(self, event: messages.StartFailed) -> None:
+    def _on_start_failed(self, event: agent_messages.StartFailed) -> None:
         if self.roster.hosts[event.host].is_gone:
             return
         make = failures.bad_host if event.is_preflight else failures.no_agent
@@ -459,7 +459,7 @@ class Supervisor:
         if host.is_gone:
             return
         if not host.greeted and host.ended_at is None:
-            self._on_start_failed(messages.StartFailed(event.host, event.reason, event.time))
+            self._on_start_failed(agent_messages.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = self.roster.is_pending(event.host)
@@ -495,7 +495,7 @@ class Supervisor:
             if host.ended_at is not None:
                 host.ended_at = self._now  # what it was told reaches it only now
 
-    def _on_cleared(self, event: messages.Cleared) -> None:
+    def _on_cleared(self, event: agent_messages.Cleared) -> None:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
         for pid, command in event.left:
@@ -503,7 +503,7 @@ class Supervisor:
             if found not in self.roster.survivors:
                 self.roster.survivors.append(found)
 
-    def _on_agent_ending(self, event: messages.AgentEnding) -> None:
+    def _on_agent_ending(self, event: agent_messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
         if host.ended_at is not None or self.phase not in UNDECIDED:
             return
@@ -511,7 +511,7 @@ class Supervisor:
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
             self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
 
-    def _on_warned(self, event: messages.Warned) -> None:
+    def _on_warned(self, event: agent_messages.Warned) -> None:
         self._say(f"{event.host}: {event.text}" if event.host else event.text, WARNING)
 
     def _on_claimed_twice(self, event: messages.PlaceClaimedTwice) -> None:
@@ -521,7 +521,7 @@ class Supervisor:
         else:
             self._say(cause.text, WARNING)
 
-    def _on_bye(self, event: messages.Bye) -> None:
+    def _on_bye(self, event: agent_messages.Bye) -> None:
         host = self.roster.hosts[event.host]
         host.said_bye = True
         if host.ended_at is None:
@@ -556,13 +556,13 @@ class Supervisor:
 
     # ------------------------------------------------------------------ tasks
 
-    def _on_started(self, event: messages.Started) -> None:
+    def _on_started(self, event: agent_messages.Started) -> None:
         task = self.roster.tasks[event.task]
         if not task.is_over:
             started = event.time + self.roster.hosts[event.host].skew_s
             self.roster.change(event.task, state=facts.RUNNING, pid=event.pid, started=started)
 
-    def _on_published(self, event: messages.Published) -> None:
+    def _on_published(self, event: agent_messages.Published) -> None:
         task = self.roster.tasks[event.task]
         if task.role == SCHEDULER:
             for name in ("address", "port"):
@@ -582,11 +582,11 @@ class Supervisor:
         elif event.values.get("told"):
             self.roster.change(event.task, reason=f"it was asked to end by {event.values['told']}, not by distrun")
 
-    def _on_output(self, event: messages.Output) -> None:
+    def _on_output(self, event: agent_messages.Output) -> None:
         self.roster.received(event)
         self.roster.hosts[event.host].last_output = self._now
 
-    def _on_exited(self, event: messages.Exited) -> None:
+    def _on_exited(self, event: agent_messages.Exited) -> None:
         task = self.roster.tasks[event.task]
         if task.is_over:
             return
@@ -681,7 +681,7 @@ class Supervisor:
             self._say(f"{cause.text}: stopping all tasks", WARNING)
             self._fail(cause, ASK_ALL)
 
-    def _on_tasks_signal(self, event: messages.TasksSignal) -> None:
+    def _on_tasks_signal(self, event: agent_messages.TasksSignal) -> None:
         if event.signal not in self.plan.forward_signals:
             text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
             self._say(text)
@@ -795,35 +795,35 @@ class Supervisor:
 
 _NO_SIGNS_OF_LIFE = (
     messages.AgentLost,
-    messages.StartFailed,
+    agent_messages.StartFailed,
     messages.PrepareFailed,
     messages.PlaceClaimedTwice,
     messages.Cut,
     messages.DiskFilled,
 )
-_STAMPED = (messages.Started, messages.Published, messages.Exited, messages.AgentEnding)
+_STAMPED = (agent_messages.Started, agent_messages.Published, agent_messages.Exited, agent_messages.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
-    messages.AgentHello: Supervisor._on_hello,
-    messages.Settled: Supervisor._on_settled,
-    messages.AgentReady: Supervisor._on_ready,
-    messages.Needed: Supervisor._on_needed,
+    agent_messages.AgentHello: Supervisor._on_hello,
+    agent_messages.Settled: Supervisor._on_settled,
+    agent_messages.AgentReady: Supervisor._on_ready,
+    agent_messages.Needed: Supervisor._on_needed,
     messages.AllPrepared: Supervisor._on_prepared,
     messages.PrepareFailed: Supervisor._on_prepare_failed,
-    messages.StartFailed: Supervisor._on_start_failed,
-    messages.Started: Supervisor._on_started,
-    messages.Published: Supervisor._on_published,
-    messages.Output: Supervisor._on_output,
-    messages.Exited: Supervisor._on_exited,
-    messages.Cleared: Supervisor._on_cleared,
-    messages.Warned: Supervisor._on_warned,
-    messages.AgentEnding: Supervisor._on_agent_ending,
-    messages.Bye: Supervisor._on_bye,
+    agent_messages.StartFailed: Supervisor._on_start_failed,
+    agent_messages.Started: Supervisor._on_started,
+    agent_messages.Published: Supervisor._on_published,
+    agent_messages.Output: Supervisor._on_output,
+    agent_messages.Exited: Supervisor._on_exited,
+    agent_messages.Cleared: Supervisor._on_cleared,
+    agent_messages.Warned: Supervisor._on_warned,
+    agent_messages.AgentEnding: Supervisor._on_agent_ending,
+    agent_messages.Bye: Supervisor._on_bye,
     messages.Cut: Supervisor._on_cut,
     messages.Resumed: Supervisor._on_resumed,
     messages.AgentLost: Supervisor._on_lost,
     messages.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     messages.Interrupt: Supervisor._on_interrupt,
-    messages.TasksSignal: Supervisor._on_tasks_signal,
+    agent_messages.TasksSignal: Supervisor._on_tasks_signal,
     messages.DiskFilled: Supervisor._on_disk_filled,
     messages.Tick: Supervisor._on_tick,
 }

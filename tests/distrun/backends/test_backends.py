@@ -27,9 +27,10 @@ from distrun.request import EngineOptions, Needs
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import process, session
+from distrun_runtime.contract.agent_messages import AgentHello, StartFailed
 from distrun_runtime.contract.dataclass import read, written
 from distrun_runtime.contract.plan import Host, Plan, Task
-from distrun_runtime.coordinator.messages import AgentHello, AgentLost, Event, StartFailed
+from distrun_runtime.coordinator.messages import AgentLost, Event
 
 PLAN = Plan(
     job="calm-otter-7f3",

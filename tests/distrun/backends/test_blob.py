@@ -61,8 +61,8 @@ def test_the_blob_of_an_agent_that_dials_back_is_that_of_any_other_and_what_dial
     importer, modules = unpack(shipping.agent())
     other, the_same = unpack(shipping.dialed())
     more = {"distrun_runtime.agent.dial", "distrun_runtime.agent.unpack", "distrun_runtime.contract.enrolment"}
-    less = {f"distrun_runtime.agent.{name}" for name in ("waiting", "probe", "daemon")}
-    less |= {f"distrun_runtime.contract.{name}" for name in ("daemon", "logout")}
+    less = {f"distrun_runtime.agent.{name}" for name in ("waiting", "probe", "query")}
+    less |= {"distrun_runtime.contract.daemon"}
     assert set(the_same) == set(modules) - less | more
     assert other.endswith(
         importer[importer.index("if sys.version_info") : -len(shipping.START_AGENT)] + shipping.START_DIALED

@@ -15,7 +15,7 @@ from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
 from distrun.fleet import Ran, commands
-from distrun_runtime.contract import session
+from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.plan import Host, Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import messages
@@ -32,7 +32,7 @@ class Broken:
         self.host = host
 
     def start(self, put: Put) -> None:
-        put(messages.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
+        put(agent_messages.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
 
     def send(self, frame: session.Frame) -> None: ...
 
@@ -129,14 +129,14 @@ class Scripted(Broken):
 
     def start(self, put: Put) -> None:
         self._put = put
-        put(messages.AgentHello("a"))
+        put(agent_messages.AgentHello("a"))
 
     def send(self, frame: session.Frame) -> None:
         kind = frame.header["type"]
         if kind == "begin":
-            self._put(messages.AgentReady("a", "127.0.0.1"))
+            self._put(agent_messages.AgentReady("a", "127.0.0.1"))
         elif kind == "end":
-            self._put(messages.Bye("a"))
+            self._put(agent_messages.Bye("a"))
             self._put(messages.AgentLost("a", "its connection ended"))
         for event in self._reply(frame.header):
             self._put(event)
@@ -147,8 +147,8 @@ def scripted(reply: Callable[[dict[str, Any]], Sequence[messages.Event]], **more
     return ran(fleet.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
 
 
-def piece(offset: int, data: bytes) -> messages.Output:
-    return messages.Output("a", "worker-0", "out", offset, data)
+def piece(offset: int, data: bytes) -> agent_messages.Output:
+    return agent_messages.Output("a", "worker-0", "out", offset, data)
 
 
 def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.Monkey
 
     def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
         if header["type"] == "spawn":
-            return [piece(0, b"ab"), messages.Exited("a", "worker-0", 0, out=4)]
+            return [piece(0, b"ab"), agent_messages.Exited("a", "worker-0", 0, out=4)]
         if header["type"] == "ack" and header["offset"] == 2:
             assert taken, "more was asked for than there is room"
             return [piece(2, b"cd")]

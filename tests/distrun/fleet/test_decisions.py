@@ -11,6 +11,7 @@ from distrun.cli import exec as exec_command
 from distrun.fleet import Ran, commands
 from distrun.fleet.commands import GRACE_S, LOST_S, SETTLE_S, RunCommand
 from distrun.fleet.questions import HostAnswer, Questions
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.failures import Problem
@@ -28,7 +29,7 @@ from distrun_runtime.coordinator.messages import (
 )
 
 A = TypeVar("A")
-NO_ROUTE = messages.StartFailed("b", "no route", 0.0, kind="unreachable", fix="ping it")
+NO_ROUTE = agent_messages.StartFailed("b", "no route", 0.0, kind="unreachable", fix="ping it")
 
 
 class History:
@@ -50,11 +51,11 @@ class History:
         until = self.now + seconds
         while self.now < until and not self.decisions.is_over:
             self.now = min(until, self.now + max(0.01, self.decisions.wake_s()))
-            self.tell(*(messages.Pong(host) for host in heard), messages.Tick())
+            self.tell(*(agent_messages.Pong(host) for host in heard), messages.Tick())
         return self
 
     def hello(self, *hosts: str) -> History:
-        return self.tell(*(messages.AgentHello(host) for host in hosts))
+        return self.tell(*(agent_messages.AgentHello(host) for host in hosts))
 
     def did(self, kind: type[A]) -> list[A]:
         return [action for action in self.done if isinstance(action, kind)]
@@ -78,8 +79,8 @@ def asked(hosts: Sequence[str] = ("a", "b"), limit_s: float = 30.0) -> tuple[Que
     return questions, History(questions)
 
 
-def answered(host: str, number: int = 1, value: object = "fine", **more: Any) -> messages.Answered:
-    return messages.Answered(host, number, value, **more)
+def answered(host: str, number: int = 1, value: object = "fine", **more: Any) -> agent_messages.Answered:
+    return agent_messages.Answered(host, number, value, **more)
 
 
 def test_an_agent_is_asked_when_it_is_there_and_the_question_ends_with_the_last_answer() -> None:
@@ -143,7 +144,7 @@ def test_agents_are_ended_and_awaited_and_channels_without_one_are_cut() -> None
     assert history.to("a")[-2:] == [EndAgent, Close]
     assert history.to("b")[-1] == Drop
     assert EndAgent not in history.to("c")
-    history.tell(messages.Bye("a"))
+    history.tell(agent_messages.Bye("a"))
     assert not questions.is_over, "the guard still holds the connection"
     history.tell(messages.AgentLost("a", "its connection ended"))
     assert questions.is_over
@@ -183,15 +184,15 @@ def commanded(*hosts: str, limit_s: float | None = None, **more: Any) -> tuple[R
 def running(*hosts: str, **more: Any) -> tuple[RunCommand, History]:
     command, history = commanded(*hosts, **more)
     history.hello(*hosts)
-    return command, history.tell(*(messages.AgentReady(host, "127.0.0.1") for host in hosts))
+    return command, history.tell(*(agent_messages.AgentReady(host, "127.0.0.1") for host in hosts))
 
 
-def output(offset: int, data: bytes, host: str = "a") -> messages.Output:
-    return messages.Output(host, "worker-0", "out", offset, data)
+def output(offset: int, data: bytes, host: str = "a") -> agent_messages.Output:
+    return agent_messages.Output(host, "worker-0", "out", offset, data)
 
 
-def exited(code: int = 0, out: int = 0) -> messages.Exited:
-    return messages.Exited("a", "worker-0", code, out=out)
+def exited(code: int = 0, out: int = 0) -> agent_messages.Exited:
+    return agent_messages.Exited("a", "worker-0", code, out=out)
 
 
 def ran(command: RunCommand, host: str = "a") -> Ran:
@@ -209,7 +210,7 @@ def problem(command: RunCommand, host: str = "a") -> Problem:
 def test_a_command_is_spawned_when_its_agent_is_ready_and_its_agent_ended_after_the_last_output() -> None:
     command, history = commanded("a")
     assert history.hello("a").done == [Begin("a")]
-    history.tell(messages.AgentReady("a", "127.0.0.1"))
+    history.tell(agent_messages.AgentReady("a", "127.0.0.1"))
     assert history.did(Spawn) == [Spawn("a", "worker-0")]
     history.tell(exited(3, out=2), output(0, b"x"))
     assert history.did(EndAgent) == []
@@ -217,7 +218,7 @@ def test_a_command_is_spawned_when_its_agent_is_ready_and_its_agent_ended_after_
     assert history.did(Ack)[-1] == Ack("a", "worker-0", "out", 2)
     assert history.to("a")[-2:] == [EndAgent, Close]
     assert (ran(command).code, bytes(ran(command).out), ran(command).problem) == (3, b"xy", None)
-    history.tell(messages.Bye("a"), messages.AgentLost("a", "its connection ended"))
+    history.tell(agent_messages.Bye("a"), messages.AgentLost("a", "its connection ended"))
     assert command.is_over
 
 
@@ -235,7 +236,7 @@ def test_a_command_that_takes_too_long_is_stopped_and_then_given_up() -> None:
 
 def test_a_command_that_was_stopped_has_the_code_of_a_timeout() -> None:
     command, history = running("a", limit_s=20.0)
-    history.wait(20.0, "a").tell(messages.Exited("a", "worker-0", signal="TERM"))
+    history.wait(20.0, "a").tell(agent_messages.Exited("a", "worker-0", signal="TERM"))
     assert (ran(command).code, ran(command).is_late) == (124, True)
 
 
@@ -250,7 +251,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_pings_is_not() -> None:
     command, history = running("a", "b")
     history.wait(LOST_S + 1.0, "b")
     assert history.did(Close) == [Close("a")]
-    history.tell(messages.Exited("b", "worker-1", 0))
+    history.tell(agent_messages.Exited("b", "worker-1", 0))
     assert problem(command).text.startswith(f"it was silent for {LOST_S:.0f} s")
     assert problem(command).fix == "distrun kill --hosts a --stale"
     assert ran(command, "b").code == 0
@@ -259,7 +260,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_pings_is_not() -> None:
 def test_events_that_waited_while_this_process_slept_come_before_the_clock() -> None:
     command, history = running("a")
     history.now += 10 * LOST_S  # the loop hands over what is on its queue, then a Tick
-    history.tell(messages.Pong("a"), messages.Tick())
+    history.tell(agent_messages.Pong("a"), messages.Tick())
     assert history.did(Close) == []
     history.tell(exited())
     assert ran(command).code == 0
@@ -314,7 +315,7 @@ def test_no_more_is_asked_for_than_the_reader_has_room_for(monkeypatch: pytest.M
 
 def test_ctrl_c_lets_the_commands_end_gently_and_a_second_one_does_not_wait() -> None:
     command, history = commanded("a", "b")
-    history.hello("a").tell(messages.AgentReady("a", "127.0.0.1"), messages.Interrupt("INT"))
+    history.hello("a").tell(agent_messages.AgentReady("a", "127.0.0.1"), messages.Interrupt("INT"))
     assert history.to("a")[-1] == Close, "the end of its input makes the agent end its task"
     assert history.to("b") == [Drop]
     assert history.did(EndAgent) == []

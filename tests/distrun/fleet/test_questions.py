@@ -13,7 +13,7 @@ import pytest
 from distrun.backends.local import ChildChannel
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
-from distrun_runtime.contract import session
+from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import messages
@@ -46,7 +46,7 @@ class Scripted:
         for event in self._reply(frame.header):
             self._put(event)
         if frame.type == "end":
-            self._put(messages.Bye(self.host))
+            self._put(agent_messages.Bye(self.host))
             self._put(messages.AgentLost(self.host, "its connection ended"))
 
     def send_large(self, header: dict[str, Any], source: Source) -> None: ...
@@ -70,9 +70,9 @@ class Backend:
 
 def answering(host: str, value: object) -> Scripted:
     def reply(header: dict[str, Any]) -> list[messages.Event]:
-        return [messages.Answered(host, header["id"], value)] if header["type"] == "ask" else []
+        return [agent_messages.Answered(host, header["id"], value)] if header["type"] == "ask" else []
 
-    return Scripted(host, [messages.AgentHello(host)], reply)
+    return Scripted(host, [agent_messages.AgentHello(host)], reply)
 
 
 def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, HostAnswer | Problem]:
@@ -106,9 +106,9 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
     def reply(header: dict[str, Any]) -> list[messages.Event]:
         if header["type"] != "ask" or header["id"] == 1:
             return []
-        return [messages.Answered("a", 1, "late"), messages.Answered("a", 2, "right")]
+        return [agent_messages.Answered("a", 1, "late"), agent_messages.Answered("a", 2, "right")]
 
-    channel = Scripted("a", [messages.AgentHello("a")], reply)
+    channel = Scripted("a", [agent_messages.AgentHello("a")], reply)
     with Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
         assert isinstance(talk.ask("survey", {}, 0.05)["a"], Problem)
         assert talk.ask("survey", {}, 60.0) == {"a": HostAnswer("right")}
@@ -132,7 +132,7 @@ def test_a_signal_while_agents_are_asked_is_a_ctrl_c_and_other_signals_keep_thei
             os.kill(os.getpid(), signal.SIGINT)
         return []
 
-    channel = Scripted("a", [messages.AgentHello("a")], reply)
+    channel = Scripted("a", [agent_messages.AgentHello("a")], reply)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask(channel)

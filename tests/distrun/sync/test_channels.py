@@ -14,19 +14,12 @@ from distrun.sync.channels import ChannelCopier, CopyError, Deliveries
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import session
+from distrun_runtime.contract.agent_messages import Copied, CopyFailed, Copying, FolderFound
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.plan import Host, Place, Plan
 from distrun_runtime.contract.session import Session
 from distrun_runtime.coordinator.channel import SessionChannel
-from distrun_runtime.coordinator.messages import (
-    AllPrepared,
-    Copied,
-    CopyFailed,
-    Copying,
-    Event,
-    FolderFound,
-    PrepareFailed,
-)
+from distrun_runtime.coordinator.messages import AllPrepared, Event, PrepareFailed
 
 WAIT_S = 60.0
 

@@ -6,11 +6,14 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from distrun.sync.rules import CopyRules, Extra, filters, keep_rules
 from distrun_runtime.agent.unpack import Unpacking
+from distrun_runtime.contract.agent_messages import Copied, FolderFound
 from distrun_runtime.contract.folder import MARKER, PARTIAL
 from distrun_runtime.contract.plan import Host, Plan, Sync
 
@@ -120,15 +123,16 @@ def compare(options: list[str], tmp_path: Path) -> None:
         make(folder)
     command = ["rsync", "-r", "--delete", *options, f"{source}/", f"{theirs}/"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    said: list[str] = []
+    said: list[type] = []
+    channel: Any = SimpleNamespace(say=lambda message, **members: said.append(message))
     rules = [list(rule) for rule in keep_rules(options)]
     plan = Plan("j", "", "fake", ("x",), str(ours), (Host("h1"),), (), sync=Sync("/nowhere", delete=True))
-    copy = Unpacking(plan, "", "1", rules, lambda frame, /, **more: said.append(frame))
+    copy = Unpacking(plan, "", "1", rules, channel)
     copy.begin()
     assert copy.take("1", bytes(1024), True, "")
     while copy.is_busy:
         copy.proceed()
-    assert said == ["folder", "copied"]
+    assert said == [FolderFound, Copied]
     assert left(ours) == left(theirs)
 
 

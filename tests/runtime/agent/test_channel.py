@@ -11,6 +11,7 @@ import pytest
 
 from distrun_runtime.agent.channel import HELD_BYTES, Channel, Descriptors, StreamSocket
 from distrun_runtime.contract import session
+from distrun_runtime.contract.agent_messages import AgentReady, Bye, Exited, Output, Pong, Started
 
 
 class Ends:
@@ -39,9 +40,9 @@ def ends() -> Iterator[Ends]:
 
 def test_messages_are_numbered(ends: Ends) -> None:
     ends.channel.greet(b"DISTRUN/1 x\n")
-    ends.channel.say("ready")
-    ends.channel.say("pong", n=1)
-    ends.channel.say("bye")
+    ends.channel.say(AgentReady)
+    ends.channel.say(Pong, n=1)
+    ends.channel.say(Bye)
     ends.channel.flush()
     data = os.read(ends.from_agent, 4096)
     assert data.startswith(b"DISTRUN/1 x\n")
@@ -50,7 +51,7 @@ def test_messages_are_numbered(ends: Ends) -> None:
 
 def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
     for _ in range(20):
-        ends.channel.say("output", b"x" * 100_000)
+        ends.channel.say(Output, data=b"x" * 100_000)
     ends.channel.flush()
     assert ends.channel.wants_to_write
     assert not ends.channel.takes_output()
@@ -82,17 +83,17 @@ def test_stream_that_is_not_ours_ends_the_channel_with_a_reason(ends: Ends) -> N
 
 def test_reader_that_is_gone_breaks_the_channel_quietly(ends: Ends) -> None:
     ends.close(ends.from_agent)
-    ends.channel.say("pong")
+    ends.channel.say(Pong)
     ends.channel.flush()
     assert ends.channel.is_broken
-    ends.channel.say("pong")
+    ends.channel.say(Pong)
     assert not ends.channel.wants_to_write
 
 
 def test_output_waits_while_the_coordinator_does_not_say_that_it_has_what_was_sent(ends: Ends) -> None:
     decoder, frames = session.Decoder(), 0
     while ends.channel.takes_output():
-        ends.channel.say("output", b"x" * 100_000)
+        ends.channel.say(Output, data=b"x" * 100_000)
         while ends.channel.wants_to_write:
             ends.channel.flush()
             frames += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
@@ -103,10 +104,10 @@ def test_output_waits_while_the_coordinator_does_not_say_that_it_has_what_was_se
 
 
 def test_another_connection_goes_on_where_the_last_one_was_cut(ends: Ends) -> None:
-    ends.channel.say("started")
+    ends.channel.say(Started)
     ends.channel.cut()
     assert not ends.channel.wants_to_write
-    ends.channel.say("exited")
+    ends.channel.say(Exited)
     ours, theirs = socket.socketpair()
     ends.channel.attach(StreamSocket(theirs))
     with ours:

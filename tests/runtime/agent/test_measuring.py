@@ -11,6 +11,7 @@ import pytest
 
 from distrun_runtime.agent import measuring
 from distrun_runtime.agent.measuring import AGAIN_S, TRIES, Hooks, HostMeasurement
+from distrun_runtime.contract.agent_messages import TYPES
 
 
 class Host:
@@ -20,7 +21,8 @@ class Host:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.now = 1000.0
         self.broken = False
-        hooks = Hooks(self.say, lambda: True, lambda pid: "", lambda: False)
+        channel: Any = SimpleNamespace(say=self.say, send=self.send, takes_metrics=lambda: True)
+        hooks = Hooks(channel, lambda pid: "", lambda: False)
         share: Any = SimpleNamespace(folder=str(folder))
         self.measuring = HostMeasurement(share, {}, selectors.SelectSelector(), hooks, lambda: self.now)
         self.measuring.set_interval(1.0, self.now)
@@ -33,8 +35,11 @@ class Host:
 
         monkeypatch.setattr(measuring.Metrics, "_look", looked)
 
-    def say(self, kind: str, **members: Any) -> None:
-        self.said.append((kind, members))
+    def say(self, message: type, **members: Any) -> None:
+        self.send({"type": TYPES[message], **members})
+
+    def send(self, header: dict[str, Any]) -> None:
+        self.said.append((header["type"], header))
 
     def wait(self, seconds: float) -> list[str]:
         """Let time pass; return the types of frames that were sent."""

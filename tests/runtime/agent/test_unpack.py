@@ -7,11 +7,14 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from distrun_runtime.agent import unpack
 from distrun_runtime.agent.unpack import Unpacking
+from distrun_runtime.contract.agent_messages import TYPES
 from distrun_runtime.contract.folder import MARKER, PARTIAL, STAGE, leads_out
 from distrun_runtime.contract.plan import Host, Plan, Sync
 
@@ -27,9 +30,8 @@ class Taking:
         plan = Plan("j", "", "fake", ("x",), str(folder), (Host("h1"),), (), sync=Sync("/nowhere", 1, 1, delete))
         self.said: list[Say] = []
         self.run = run
-        self.copy = Unpacking(
-            plan, " on h1", run, rules or [], lambda frame, /, **more: self.said.append((frame, more))
-        )
+        channel: Any = SimpleNamespace(say=lambda message, **more: self.said.append((TYPES[message], more)))
+        self.copy = Unpacking(plan, " on h1", run, rules or [], channel)
         self.copy.begin()
 
     def take(self, archive: bytes, piece: int = 1000) -> Say:
@@ -105,7 +107,7 @@ def test_an_archive_is_unpacked_whatever_the_pieces_it_comes_in(piece: int, fold
         ("m", link(long)),
     )
     taking = Taking(folder)
-    assert taking.said == [("folder", {"state": "mine", "notes": []})]
+    assert taking.said == [("folder", {"state": "mine", "notes": ()})]
     assert taking.take(archive, piece) == ("copied", {"files": 5, "bytes": 701})
     assert tree(folder) == {
         "a": None,
@@ -236,7 +238,7 @@ def test_nothing_changes_before_all_files_have_come(folder: Path) -> None:
 
 def test_the_second_agent_that_sees_the_folder_gets_no_files(folder: Path) -> None:
     first, second = Taking(folder), Taking(folder)
-    assert second.said == [("folder", {"state": "shared", "notes": []})]
+    assert second.said == [("folder", {"state": "shared", "notes": ()})]
     assert first.take(tar(("x", "x")))[0] == "copied"
     assert tree(folder) == {"x": "x"}
 

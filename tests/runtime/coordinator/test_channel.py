@@ -13,7 +13,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from distrun_runtime.contract import session
+from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.session import Frame, Session
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, SocketConnection, StreamChannel
@@ -84,13 +84,13 @@ def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> N
     assert not inlet.greeted
     assert inlet.noise == "welcome | DISTR"
     found = inlet.feed(b"UN/2 x\n" + HELLO + BYE[:7], 6.0)
-    assert [type(event) for event in found] == [messages.Warned, messages.AgentHello]
-    assert isinstance(found[1], messages.AgentHello)
+    assert [type(event) for event in found] == [agent_messages.Warned, agent_messages.AgentHello]
+    assert isinstance(found[1], agent_messages.AgentHello)
     assert found[1].arrived == 6.0
     assert (inlet.greeted, inlet.said_bye) == (True, False)
-    assert inlet.feed(BYE[7:9], 7.5) == [messages.Pong("d1")], "a part of a frame is a sign of life"
+    assert inlet.feed(BYE[7:9], 7.5) == [agent_messages.Pong("d1")], "a part of a frame is a sign of life"
     assert inlet.feed(BYE[9:10], 8.0) == []
-    assert inlet.feed(BYE[10:], 8.0) == [messages.Bye("d1")]
+    assert inlet.feed(BYE[10:], 8.0) == [agent_messages.Bye("d1")]
     assert inlet.said_bye
 
 
@@ -108,8 +108,8 @@ def test_a_last_word_before_a_frame_that_is_wrong_does_not_count(last: dict[str,
 def test_frames_become_events_and_the_end_is_explained() -> None:
     pipes = Pipes()
     os.write(pipes.say, b"welcome\nDISTRUN/1 x\n" + HELLO)
-    assert isinstance(pipes.next(), messages.Warned)
-    assert isinstance(pipes.next(), messages.AgentHello)
+    assert isinstance(pipes.next(), agent_messages.Warned)
+    assert isinstance(pipes.next(), agent_messages.AgentHello)
     os.close(pipes.say)
     assert lost(pipes) == "its connection ended: exit code 9"
     pipes.channel.kill()
@@ -239,7 +239,7 @@ def test_a_session_goes_on_over_another_connection(far: Far) -> None:
     far.channel.send(Frame({"type": "begin"}))
     while not far.heard:
         far.turn()
-    assert isinstance(far.until(messages.AgentHello), messages.AgentHello)
+    assert isinstance(far.until(agent_messages.AgentHello), agent_messages.AgentHello)
     far.cut()
     assert isinstance(far.until(messages.Cut), messages.Cut)
     far.channel.send(Frame({"type": "spawn"}))
@@ -249,7 +249,7 @@ def test_a_session_goes_on_over_another_connection(far: Far) -> None:
         far.turn()
     assert [frame.type for frame in far.heard] == ["begin", "spawn"]
     assert isinstance(far.until(messages.Resumed), messages.Resumed)
-    assert far.until(messages.Warned) == messages.Warned("d1", "said without a connection")
+    assert far.until(agent_messages.Warned) == agent_messages.Warned("d1", "said without a connection")
 
 
 def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far) -> None:
@@ -258,7 +258,7 @@ def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far
     far.session.say({"type": "hello", "version": 3})
     assert far.sock is not None
     far.sock.sendall(far.session.next())
-    assert isinstance(far.until(messages.AgentHello), messages.AgentHello)
+    assert isinstance(far.until(agent_messages.AgentHello), agent_messages.AgentHello)
     first = far.sock
     far.connect()
     far.channel.send(Frame({"type": "begin"}))
@@ -318,9 +318,9 @@ def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: F
 def test_events_can_be_put_elsewhere_by_their_kind() -> None:
     pipes = Pipes()
     diverted: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
-    pipes.channel.divert((messages.Copied, messages.CopyFailed), diverted.put)
+    pipes.channel.divert((agent_messages.Copied, agent_messages.CopyFailed), diverted.put)
     os.write(pipes.say, b"DISTRUN/3 n\n" + session.encode({"type": "copied", "files": 1, "bytes": 2, "seq": 1}))
     os.write(pipes.say, session.encode({"type": "warning", "text": "hm", "seq": 2}))
-    assert pipes.next() == messages.Warned("d1", "hm")
-    assert diverted.get(timeout=LIMIT_S) == messages.Copied("d1", 1, 2)
+    assert pipes.next() == agent_messages.Warned("d1", "hm")
+    assert diverted.get(timeout=LIMIT_S) == agent_messages.Copied("d1", 1, 2)
     pipes.close()

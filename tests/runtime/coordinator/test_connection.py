@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from distrun_runtime.agent.channel import Channel, StreamSocket
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import SessionChannel, SocketConnection
@@ -83,13 +84,13 @@ def test_a_session_runs_both_ways_at_once(ends: tuple[socket.socket, socket.sock
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         if said < 100 and agent.takes_output():
-            agent.say("output", bytes(250_000), task="w", stream="out", offset=250_000 * said)
+            agent.say(agent_messages.Output, data=bytes(250_000), task="w", stream="out", offset=250_000 * said)
             said += 1
         agent.flush()
         assert agent.connection is not None
         select.select([theirs], [theirs] if agent.wants_to_write else [], [], 0.05)
         heard += agent.receive()
-        outputs = [event for event in found if isinstance(event, messages.Output)]
+        outputs = [event for event in found if isinstance(event, agent_messages.Output)]
         if len(outputs) == 100 and heard and heard[-1].header.get("last"):
             break
     assert [event.offset for event in outputs] == [250_000 * number for number in range(100)]

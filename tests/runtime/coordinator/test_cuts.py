@@ -5,6 +5,7 @@ from __future__ import annotations
 from history import History
 from sample_plan import sample_plan
 
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import HOLD
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.messages import Drop, EndAgent
@@ -43,7 +44,7 @@ def test_a_host_whose_connection_is_cut_is_lost_when_its_lease_is_over_and_not_b
     history.beat_to(46, "d1")
     assert Drop("d2") in history.done
     history.exited("worker-0", None, signal="TERM", stopped=True)
-    outcome = history.tell(messages.Cleared("d1")).tell(messages.Bye("d1")).end()
+    outcome = history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1")).end()
     assert outcome.exit_code == 7
     assert "its connection was cut, and nothing came for 45 s" in outcome.message
 
@@ -63,18 +64,18 @@ def test_an_agent_that_is_gone_when_the_connection_is_made_again_is_lost_at_once
 
 def test_a_host_whose_connection_is_cut_as_it_is_told_to_end_is_waited_for() -> None:
     history = two_hosts().exited("worker-0").exited("worker-1")
-    history.tell(messages.Cleared("d1")).tell(messages.Cleared("d2")).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Cleared("d2")).tell(agent_messages.Bye("d1"))
     assert EndAgent("d2") in history.done
     cut(history).tick_to(20)
     assert history.outcome is None
-    outcome = history.tell(messages.Resumed("d2")).tell(messages.Bye("d2")).end()
+    outcome = history.tell(messages.Resumed("d2")).tell(agent_messages.Bye("d2")).end()
     assert (outcome.exit_code, outcome.survivors) == (0, ())
 
 
 def test_a_second_interrupt_waits_for_no_connection_to_be_made_again() -> None:
     history = cut(two_hosts().tick_to(8)).interrupt("INT").interrupt("INT")
     history.exited("worker-0", None, signal="KILL", stopped=True)
-    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1"))
     assert history.end().exit_code == 130
     assert history.now < 40
 

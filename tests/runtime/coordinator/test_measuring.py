@@ -8,7 +8,7 @@ import schemas
 from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import control
+from distrun_runtime.contract import agent_messages, control
 from distrun_runtime.contract.plan import Host, Place
 from distrun_runtime.coordinator import conditions, messages
 
@@ -19,10 +19,10 @@ def hosts_of(count: int) -> tuple[str, ...]:
 
 def test_a_host_that_is_looked_at_measures_every_second_and_no_more_afterwards() -> None:
     job = MeasuredJob(sample_plan(500, 0, hosts_of(500)), 5.0)
-    job.tell(messages.AgentReady("h1", "10.0.0.1"))
+    job.tell(agent_messages.AgentReady("h1", "10.0.0.1"))
     job.tell(messages.MetricsWanted(True, ("h1", "h77", "no host")))
     assert job.intervals == [("h1", 1.0)], "a host without an agent is told nothing: it may still be connecting"
-    job.tell(messages.AgentReady("h77", "10.0.0.2"))
+    job.tell(agent_messages.AgentReady("h77", "10.0.0.2"))
     assert job.intervals[1:] == [("h77", 1.0)], "it begins as `begin` said, however early it was looked at"
     job.tell(messages.MetricsWanted(True, ("h1",)))
     assert job.intervals[2:] == [("h77", 5.0)]
@@ -43,7 +43,7 @@ def test_to_look_at_a_node_is_to_look_at_all_its_agents() -> None:
     tasks = tuple(task._replace(place=str(task.rank)) for task in plan.tasks)
     job = MeasuredJob(plan._replace(hosts=(Host("d1"), Host("d2")), places=places, tasks=tasks), 2.0)
     for place in places:
-        job.tell(messages.AgentReady(place.name, "10.0.0.1"))
+        job.tell(agent_messages.AgentReady(place.name, "10.0.0.1"))
     job.tell(messages.MetricsWanted(True, ("d1",)))
     assert job.intervals == [("0", 1.0), ("2", 1.0)]
 
@@ -68,7 +68,7 @@ def test_a_snapshot_comes_at_once_and_then_when_something_has_changed_twice_a_se
     assert len(job.shown) == 1
     for number in range(100):
         job.now = 6.0 + number / 10
-        job.tell(messages.Measured("d1", job.frame("d1"), WALL + job.now))
+        job.tell(agent_messages.Measured("d1", job.frame("d1"), WALL + job.now))
     assert 18 <= len(job.shown) - 1 <= 21
     job.tell(messages.MetricsWanted(False))
     count = len(job.shown)
@@ -80,7 +80,7 @@ def test_what_is_shown_late_is_shown_by_a_tick() -> None:
     job = MeasuredJob(sample_plan(1, 0, ("d1",)))
     job.tell(messages.MetricsWanted(True))
     job.now = 0.1
-    job.tell(messages.Measured("d1", job.frame("d1"), WALL + 0.1))
+    job.tell(agent_messages.Measured("d1", job.frame("d1"), WALL + 0.1))
     assert len(job.shown) == 1
     assert job.measuring.wake_s() == 0.5
     job.now = 0.6
@@ -94,7 +94,7 @@ def test_snapshots_of_a_very_large_job_are_farther_apart() -> None:
     job.tell(messages.MetricsWanted(True))
     for number in range(100):
         job.now = number / 10
-        job.tell(messages.Measured("h0", job.frame("h0"), WALL + job.now))
+        job.tell(agent_messages.Measured("h0", job.frame("h0"), WALL + job.now))
     assert 4 <= len(job.shown) <= 6
 
 

@@ -12,6 +12,7 @@ import pytest
 from measured import BOOT, WALL, MeasuredJob
 from sample_plan import sample_plan
 
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import Host, Place
 from distrun_runtime.coordinator import metrics
 from distrun_runtime.coordinator.metrics import JobMetrics, plain
@@ -147,9 +148,8 @@ def test_whatever_an_agent_sends_breaks_nothing_and_no_rate_is_negative() -> Non
 
 
 def metrics_of(value: dict[str, Any]) -> Any:
-    from distrun_runtime.coordinator import messages
 
-    return messages.Measured("d1", value, WALL)
+    return agent_messages.Measured("d1", value, WALL)
 
 
 def rates(snapshot: dict[str, Any]) -> list[float]:

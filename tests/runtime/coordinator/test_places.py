@@ -8,8 +8,8 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
+from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Secrets
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.messages import Begin, Spawn
@@ -30,9 +30,9 @@ def running() -> History:
     history = History(two_places())
     for place in ("1", "2", "3"):
         history.hello(place)
-        history.tell(messages.AgentReady(place, f"10.0.0.{place}"))
+        history.tell(agent_messages.AgentReady(place, f"10.0.0.{place}"))
     for number, place in enumerate(("1", "2", "3")):
-        history.tell(messages.Started(place, f"worker-{number}", 100 + number, "s", WALL + history.now))
+        history.tell(agent_messages.Started(place, f"worker-{number}", 100 + number, "s", WALL + history.now))
     return history
 
 
@@ -95,6 +95,6 @@ def test_silence_of_a_place_counts_for_its_node() -> None:
 
 def test_a_task_of_another_place_of_the_same_node_is_not_believed() -> None:
     history = running()
-    event = messages.Exited("2", "worker-0", code=0)
+    event = agent_messages.Exited("2", "worker-0", code=0)
     assert not history.supervisor.roster.knows(event)
     assert history.supervisor.roster.knows(event._replace(host="1"))

@@ -7,6 +7,7 @@ from history import WALL, History
 from sample_plan import sample_plan
 
 from distrun import report
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import Sync
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.failures import Problem
@@ -135,10 +136,10 @@ def test_a_long_list_of_bad_hosts_is_cut_in_the_message_only() -> None:
 
 
 def test_an_agent_is_sent_the_runtime_that_it_asks_for() -> None:
-    history = gathering(("d1",)).hello("d1").tell(messages.Needed("d1", ""))
+    history = gathering(("d1",)).hello("d1").tell(agent_messages.Needed("d1", ""))
     assert history.did(Begin) == [Begin("d1")]
     assert history.did(SendRuntime) == [SendRuntime("d1")]
-    assert history.tell(messages.Needed("d1", "another")).did(SendRuntime) == [SendRuntime("d1")]
+    assert history.tell(agent_messages.Needed("d1", "another")).did(SendRuntime) == [SendRuntime("d1")]
 
 
 @pytest.mark.parametrize(("off", "words"), [(-301.0, "301 s behind"), (86400.0, "86400 s ahead of")])
@@ -210,7 +211,7 @@ def test_an_interrupt_during_the_preparation_ends_the_job_and_what_it_broke_is_n
 
 def test_a_preparation_that_failed_before_the_interrupt_is_the_cause_though_reported_after_it() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False, has_preparation=True).gather().beat_to(3)
-    history.interrupt("INT").tell(messages.PrepareFailed("d1", "disk full", WALL + 2.9)).tell(messages.Bye("d1"))
+    history.interrupt("INT").tell(messages.PrepareFailed("d1", "disk full", WALL + 2.9)).tell(agent_messages.Bye("d1"))
     assert history.end().exit_code == 4
 
 
@@ -268,7 +269,7 @@ def test_the_report_of_files_that_did_not_arrive_has_the_last_words() -> None:
 def test_two_machines_with_one_address_for_data_cannot_take_part_in_a_job_with_a_scheduler() -> None:
     history = History(sample_plan(hosts=("d1", "d2")))
     history.hello("d1", host="one").hello("d2", host="two").ready("d1")
-    history.tell(messages.AgentReady("d2", "10.0.0.1"))
+    history.tell(agent_messages.AgentReady("d2", "10.0.0.1"))
     outcome = history.end()
     assert (outcome.exit_code, outcome.problems[0].kind) == (3, "interface")
     assert "d2 and d1 both have 10.0.0.1 as their address for data" in outcome.message
@@ -277,10 +278,14 @@ def test_two_machines_with_one_address_for_data_cannot_take_part_in_a_job_with_a
 
 def test_two_names_of_one_machine_may_have_one_address_and_without_servers_it_is_a_warning() -> None:
     history = History(sample_plan(hosts=("d1", "d2")))
-    history.hello("d1", host="one").hello("d2", host="one").ready("d1").tell(messages.AgentReady("d2", "10.0.0.1"))
+    history.hello("d1", host="one").hello("d2", host="one").ready("d1").tell(
+        agent_messages.AgentReady("d2", "10.0.0.1")
+    )
     assert history.did(Spawn)
     history = History(sample_plan(servers=0, hosts=("d1", "d2")))
-    history.hello("d1", host="one").hello("d2", host="two").ready("d1").tell(messages.AgentReady("d2", "10.0.0.1"))
+    history.hello("d1", host="one").hello("d2", host="two").ready("d1").tell(
+        agent_messages.AgentReady("d2", "10.0.0.1")
+    )
     assert history.did(Spawn)
     assert "both have 10.0.0.1" in history.said()
 

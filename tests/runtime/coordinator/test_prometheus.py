@@ -16,7 +16,7 @@ from measured import WALL, MeasuredJob
 from prometheus_client.parser import text_string_to_metric_families
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.coordinator import messages, prometheus
 from distrun_runtime.coordinator.prometheus import MetricsPort
 
@@ -87,7 +87,7 @@ def test_names_and_labels_are_safe_whatever_a_task_reports() -> None:
 def test_gpus_have_a_label() -> None:
     job = MeasuredJob(sample_plan(1, 0, ("d1",)))
     gpus = [{"uuid": "GPU-1", "index": 3, "name": "H100", "util": 0.5, "mem_used": 1, "mem_total": 2}]
-    job.tell(messages.Measured("d1", {**job.frame("d1"), "gpus": gpus}, WALL))
+    job.tell(agent_messages.Measured("d1", {**job.frame("d1"), "gpus": gpus}, WALL))
     found = [sample for sample in samples(prometheus.page(job.plan, job.snapshot())) if "gpu" in sample.labels]
     assert {(sample.name, sample.labels["gpu"]) for sample in found} >= {("distrun_gpu_ratio", "3")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from history import WALL, History
 from sample_plan import sample_plan
 
-from distrun_runtime.coordinator import messages
+from distrun_runtime.contract import agent_messages
 from distrun_runtime.coordinator.messages import Drop, EndAgent
 
 
@@ -15,21 +15,23 @@ def two_hosts(obedient: bool = False) -> History:
 
 def test_a_host_that_comes_back_in_time_is_waited_for_with_the_rest_of_its_output() -> None:
     history = two_hosts().exited("worker-1", 0, out=10).exited("worker-0", 0)
-    history.tell(messages.Cleared("d1")).tell(messages.Cleared("d2")).tell(messages.Bye("d1"))
-    history.tell(messages.Output("d2", "worker-1", "out", 0, b"01234"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Cleared("d2")).tell(agent_messages.Bye("d1"))
+    history.tell(agent_messages.Output("d2", "worker-1", "out", 0, b"01234"))
     history.beat_to(29, "d1")
     assert "d2 has been silent for 15 s" in history.said()
     assert EndAgent("d2") not in history.done
-    history.tell(messages.Output("d2", "worker-1", "out", 5, b"56789"))
+    history.tell(agent_messages.Output("d2", "worker-1", "out", 5, b"56789"))
     assert "d2 answers again" in history.said()
     assert EndAgent("d2") in history.done
-    outcome = history.tell(messages.Bye("d2")).end()
+    outcome = history.tell(agent_messages.Bye("d2")).end()
     assert (outcome.exit_code, outcome.survivors) == (0, ())
 
 
 def test_a_host_lost_while_the_job_drains_is_still_a_success_and_says_what_output_is_missing() -> None:
     history = two_hosts().exited("worker-1", 0, out=10).exited("worker-0", 0)
-    history.tell(messages.Cleared("d1")).tell(messages.Cleared("d2")).tell(messages.Bye("d1")).beat_to(31, "d1")
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Cleared("d2")).tell(
+        agent_messages.Bye("d1")
+    ).beat_to(31, "d1")
     assert Drop("d2") in history.done
     assert history.end().exit_code == 0
     assert "the last lines of worker-1 were lost with d2" in history.said()
@@ -37,15 +39,15 @@ def test_a_host_lost_while_the_job_drains_is_still_a_success_and_says_what_outpu
 
 def test_a_host_that_is_silent_when_another_fails_may_come_back_and_clear_up() -> None:
     history = two_hosts().beat_to(10, "d1").exited("worker-0", 3)
-    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1")).tick_to(20)
-    history.killed("worker-1", "TERM", stopped=True).tell(messages.Cleared("d2")).tell(messages.Bye("d2"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1")).tick_to(20)
+    history.killed("worker-1", "TERM", stopped=True).tell(agent_messages.Cleared("d2")).tell(agent_messages.Bye("d2"))
     outcome = history.end()
     assert (outcome.exit_code, outcome.survivors) == (3, ())
 
 
 def test_a_silent_host_that_stays_away_after_a_failure_is_lost_at_30_seconds_and_changes_no_code() -> None:
     history = two_hosts().beat_to(10, "d1").exited("worker-0", 3)
-    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1"))
     outcome = history.end()
     assert 30 <= history.now <= 31
     assert outcome.exit_code == 3
@@ -56,15 +58,15 @@ def test_after_an_interrupt_the_rest_of_a_flood_is_waited_for_3_seconds() -> Non
     history = two_hosts().interrupt("TERM")
     began = history.now
     for task, host in (("worker-0", "d1"), ("worker-1", "d2")):
-        history.killed(task, "TERM", stopped=True, out=1 << 30).tell(messages.Cleared(host))
+        history.killed(task, "TERM", stopped=True, out=1 << 30).tell(agent_messages.Cleared(host))
     offset = 0
     while history.outcome is None and history.now < 60:
-        history.tell(messages.Output("d1", "worker-0", "out", offset, b"x" * 1000)).beat_to(history.now + 0.5)
+        history.tell(agent_messages.Output("d1", "worker-0", "out", offset, b"x" * 1000)).beat_to(history.now + 0.5)
         offset += 1000
         assert (EndAgent("d1") in history.done) == (history.now >= began + 3)
         for host in ("d1", "d2"):
             if EndAgent(host) in history.done:
-                history.tell(messages.Bye(host))
+                history.tell(agent_messages.Bye(host))
     assert history.end().exit_code == 143
     assert history.now < 5
     assert "the last output of worker-0 is not waited for" in history.said()
@@ -78,7 +80,7 @@ def test_a_second_interrupt_waits_for_no_silent_host() -> None:
 
 def test_a_host_that_stays_silent_while_the_workers_are_asked_to_end_leaves_its_tasks_to_its_agent() -> None:
     history = two_hosts().interrupt("INT").killed("worker-0", "INT", stopped=True)
-    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1"))
     outcome = history.end()
     assert history.now <= 31
     assert (outcome.exit_code, str(outcome.survivors[0])) == (130, "worker-1 (pid 100) on d2")
@@ -92,7 +94,7 @@ def test_a_suspect_host_is_believed_before_a_task_that_lost_a_peer_on_it_also_wi
 
 def test_answers_of_a_host_that_counts_as_lost_change_nothing() -> None:
     history = two_hosts(obedient=True).beat_to(31, "d1")
-    history.tell(messages.Exited("d2", "worker-1", code=0, time=WALL + 20)).tell(messages.Pong("d2"))
+    history.tell(agent_messages.Exited("d2", "worker-1", code=0, time=WALL + 20)).tell(agent_messages.Pong("d2"))
     outcome = history.end()
     assert outcome.exit_code == 7
     assert {task.name: task.state for task in outcome.tasks}["worker-1"] == "failed"

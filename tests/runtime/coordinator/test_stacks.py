@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.agent_messages import StackFound
 from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.coordinator.failures import TaskResult
 from distrun_runtime.coordinator.jobrun import ANSWER_S, StackQueries
-from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
+from distrun_runtime.coordinator.messages import AskStack, StackWanted
 
 PLACES = {"scheduler": "h1", "server-0": "h1", "worker-0": "h1", "worker-1": "h2"}
 

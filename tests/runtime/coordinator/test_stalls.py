@@ -8,7 +8,7 @@ import pytest
 from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.coordinator import messages
 
 
@@ -227,7 +227,7 @@ def test_events_of_conditions_are_bounded() -> None:
 def test_the_end_of_a_worker_ends_its_condition() -> None:
     job = idle(1)
     job.run_to(400)
-    job.tell(messages.Exited("d1", "worker-0", code=0))
+    job.tell(agent_messages.Exited("d1", "worker-0", code=0))
     job.ended.add("worker-0")
     job.run_to(403)
     assert "worker-0" not in job.snapshot()["tasks"]

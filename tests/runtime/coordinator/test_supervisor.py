@@ -6,7 +6,7 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.coordinator import failures, messages
 from distrun_runtime.coordinator.messages import Announce, Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 from distrun_runtime.coordinator.supervisor import Supervisor
@@ -61,7 +61,7 @@ def test_a_slow_start_says_what_it_waits_for() -> None:
 
 def test_a_host_that_cannot_be_reached_ends_the_start_with_6_and_its_reason() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1")
-    outcome = history.tell(messages.StartFailed("d2", "no route to host", WALL)).end()
+    outcome = history.tell(agent_messages.StartFailed("d2", "no route to host", WALL)).end()
     assert (outcome.exit_code, outcome.message) == (6, "no agent on d2: no route to host")
     assert outcome.culprit is not None
     assert outcome.culprit.host == "d2"
@@ -80,7 +80,7 @@ def test_an_agent_of_another_protocol_version_is_refused() -> None:
 
 def test_an_agent_that_refuses_the_job_is_a_failed_preflight_and_says_why() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1").hello("d2")
-    outcome = history.tell(messages.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
+    outcome = history.tell(agent_messages.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
     assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert outcome.message == "d2 cannot be used: no interface is called x9"
     assert "no interface" not in history.said()
@@ -110,7 +110,7 @@ def test_all_workers_with_0_succeed_and_servers_are_asked_to_stop_at_once() -> N
 def test_a_server_that_we_stopped_is_no_failure_whatever_its_code() -> None:
     history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1")
     history.killed("server-0", "KILL", stopped=True).exited("scheduler", 3, stopped=True)
-    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1")).tell(agent_messages.Bye("d1"))
     assert history.end().exit_code == 0
 
 
@@ -215,7 +215,7 @@ def test_a_silent_host_is_believed_before_a_task_that_lost_a_peer() -> None:
     history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start()
     while history.now < 10:
         history.now += 0.5
-        history.tell(messages.Pong("d1")).tell(messages.Tick(WALL + history.now))
+        history.tell(agent_messages.Pong("d1")).tell(messages.Tick(WALL + history.now))
     history.publish("worker-0", lost_peer="worker-1").exited("worker-0", 1)
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
@@ -292,7 +292,7 @@ def test_second_interrupt_kills_everything() -> None:
 
 def test_a_signal_that_is_forwarded_is_given_to_workers_that_run() -> None:
     plan = sample_plan(hosts=("d1", "d2"))._replace(forward_signals=("USR1",))
-    history = History(plan).start().exited("worker-0").tell(messages.TasksSignal("USR1"))
+    history = History(plan).start().exited("worker-0").tell(agent_messages.TasksSignal("", "USR1"))
     assert history.did(SignalTasks) == [SignalTasks(plan.task("worker-1").host, ("worker-1",), "USR1")]
     assert "SIGUSR1 was given to worker-1" in history.said()
     assert history.exited("worker-1").end().exit_code == 0
@@ -304,12 +304,12 @@ def test_a_signal_that_agents_got_is_given_to_the_workers_of_other_hosts_once_an
     others = [SignalTasks(plan.task(name).host, (name,), "USR1") for name in ("worker-1", "worker-2")]
     assert [plan.task("worker-0").host, *(each.host for each in others)] == ["d1", "d2", "d3"]
     for host in ("d1", "d2", "", "d3"):  # the queue system signals all, and the launcher too
-        history.tell(messages.TasksSignal("USR1", host)).beat_to(history.now + 2)
+        history.tell(agent_messages.TasksSignal(host, "USR1")).beat_to(history.now + 2)
     assert history.did(SignalTasks) == others
     assert history.said().count("SIGUSR1 was given to worker-0") == 1
-    history.tell(messages.TasksSignal("USR1", "d1"))
+    history.tell(agent_messages.TasksSignal("d1", "USR1"))
     assert history.did(SignalTasks) == others * 2
-    history.beat_to(history.now + 31).tell(messages.TasksSignal("USR1"))
+    history.beat_to(history.now + 31).tell(agent_messages.TasksSignal("", "USR1"))
     assert [each.tasks for each in history.did(SignalTasks)[4:]] == [("worker-0",), ("worker-1",), ("worker-2",)]
 
 
@@ -333,13 +333,13 @@ def test_a_second_claim_of_a_place_while_the_job_is_being_stopped_is_only_said()
 def test_a_signal_that_client_and_coordinator_got_is_given_once_and_again_if_the_client_repeats_it() -> None:
     plan = sample_plan(workers=1, servers=0)._replace(forward_signals=("USR1",))
     history = History(plan).start()
-    history.tell(messages.TasksSignal("USR1", by="client")).tell(messages.TasksSignal("USR1"))
+    history.tell(agent_messages.TasksSignal("", "USR1", by="client")).tell(agent_messages.TasksSignal("", "USR1"))
     assert len(history.did(SignalTasks)) == 1
-    assert len(history.tell(messages.TasksSignal("USR1", by="client")).did(SignalTasks)) == 2
+    assert len(history.tell(agent_messages.TasksSignal("", "USR1", by="client")).did(SignalTasks)) == 2
 
 
 def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() -> None:
-    history = History(sample_plan()).start().tell(messages.TasksSignal("USR2"))
+    history = History(sample_plan()).start().tell(agent_messages.TasksSignal("", "USR2"))
     assert history.did(SignalTasks) == []
     assert "--forward-signal USR2 gives it to workers" in history.said()
     assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
@@ -468,7 +468,7 @@ def test_the_times_of_suspicion_and_loss_are_the_plans() -> None:
 
 
 def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
-    history = History(sample_plan()).start().tick_to(20).tell(messages.Pong("d1"))
+    history = History(sample_plan()).start().tick_to(20).tell(agent_messages.Pong("d1"))
     assert "d1 answers again" in history.said()
     assert history.tick_to(45).outcome is None
 
@@ -496,7 +496,7 @@ def test_tasks_that_their_agent_ended_unasked_are_a_lost_host() -> None:
 
 def ending(why: str, by_user: bool = False) -> failures.Outcome:
     history = History(sample_plan(hosts=("d1", "d2"))).start().beat_to(5)
-    history.tell(messages.AgentEnding("d2", why, WALL + 5, by_user))
+    history.tell(agent_messages.AgentEnding("d2", why, WALL + 5, by_user))
     assert [stop.host for stop in history.did(StopTasks)] == ["d1", "d2"]
     return history.end()
 
@@ -515,7 +515,7 @@ def test_an_agent_that_ends_its_tasks_for_another_reason_is_a_lost_host_with_tha
 
 def test_an_agent_that_ends_nothing_may_go() -> None:
     history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2"))).start().exited("worker-1")
-    history.tell(messages.AgentEnding("d2", "its guard died", WALL))
+    history.tell(agent_messages.AgentEnding("d2", "its guard died", WALL))
     assert history.did(StopTasks) == []
     assert history.exited("worker-0").end().exit_code == 0
 
@@ -527,16 +527,16 @@ def test_an_agent_is_let_go_only_when_nothing_is_left_and_all_output_has_come() 
     history = History(sample_plan(workers=1, servers=0), obedient=False).start()
     history.exited("worker-0", 0, out=10)
     assert history.did(EndAgent) == []
-    history.tell(messages.Cleared("d1"))
+    history.tell(agent_messages.Cleared("d1"))
     assert history.did(EndAgent) == []
-    history.tell(messages.Output("d1", "worker-0", "out", 0, b"0123456789"))
+    history.tell(agent_messages.Output("d1", "worker-0", "out", 0, b"0123456789"))
     assert history.did(EndAgent) == [EndAgent("d1")]
-    assert history.tell(messages.Bye("d1")).outcome is not None
+    assert history.tell(agent_messages.Bye("d1")).outcome is not None
 
 
 def test_output_that_never_comes_is_not_waited_for_longer_than_10_seconds() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0, out=10)
-    history.tell(messages.Cleared("d1")).beat_to(10.5)
+    history.tell(agent_messages.Cleared("d1")).beat_to(10.5)
     assert history.did(EndAgent) == [EndAgent("d1")]
 
 
@@ -550,14 +550,14 @@ def test_a_job_ends_although_nothing_obeys_and_names_what_may_be_left() -> None:
 
 def test_what_an_agent_could_not_end_is_named() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0)
-    history.tell(messages.Cleared("d1", ((77, "sleep"),))).tell(messages.Bye("d1"))
+    history.tell(agent_messages.Cleared("d1", ((77, "sleep"),))).tell(agent_messages.Bye("d1"))
     assert tuple(map(str, history.end().survivors)) == ("pid 77 (sleep) on d1",)
 
 
 def test_frames_that_name_no_task_of_their_host_are_ignored() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).start()
-    history.tell(messages.Exited("d1", "worker-1", code=1)).tell(messages.Exited("d1", "worker-77", code=1))
-    history.tell(messages.Pong("d9"))
+    history.tell(agent_messages.Exited("d1", "worker-1", code=1)).tell(agent_messages.Exited("d1", "worker-77", code=1))
+    history.tell(agent_messages.Pong("d9"))
     assert history.outcome is None
     assert history.stops() == []
 
@@ -632,7 +632,7 @@ def test_the_state_of_a_job_is_told_in_the_words_of_the_job_store() -> None:
 
 
 def test_what_is_ignored_is_said_and_no_output_is_missed_where_all_has_come() -> None:
-    history = History(sample_plan()).start().tell(messages.Exited("d1", "worker-9", code=0, time=WALL))
+    history = History(sample_plan()).start().tell(agent_messages.Exited("d1", "worker-9", code=0, time=WALL))
     assert "d1 sent Exited of 'worker-9', which is not a task of that host; ignored" in history.said()
     assert history.interrupt("INT").end().exit_code == 130
     assert "is not waited for" not in history.said()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun_runtime.agent import daemon
-from distrun_runtime.contract import daemon as logout
+from distrun_runtime.contract import daemon
 from distrun_runtime.errors import ContractError
 
 ABOUT = (
@@ -22,10 +21,10 @@ ABOUT = (
 )
 
 
-def test_it_is_a_daemon_and_its_first_line_is_returned() -> None:
+def test_it_is_a_daemon_and_its_first_line_is_returned(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        told = json.loads(daemon.start([daemon.PYTHON, "-c", ABOUT], b"secret", {"X": "1"}, 20.0))
+        told = json.loads(daemon.start([daemon.PYTHON, "-c", ABOUT], b"secret", {"X": "1"}, 20.0, str(tmp_path)))
     finally:
         os.umask(before)
     assert (told["given"], told["X"]) == ("secret", "1")
@@ -35,19 +34,19 @@ def test_it_is_a_daemon_and_its_first_line_is_returned() -> None:
     assert told["umask"] == 0o027, "the login's"
 
 
-def test_one_that_ends_without_a_line_is_an_error_with_its_words() -> None:
+def test_one_that_ends_without_a_line_is_an_error_with_its_words(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="it ended at once: no disk"):
-        daemon.start(["sh", "-c", "echo no disk >&2"], b"", {}, 20.0)
+        daemon.start(["sh", "-c", "echo no disk >&2"], b"", {}, 20.0, str(tmp_path))
 
 
-def test_one_that_cannot_be_run_is_an_error_with_the_reason() -> None:
+def test_one_that_cannot_be_run_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"it ended at once: /no/such: .*No such file"):
-        daemon.start(["/no/such"], b"", {}, 20.0)
+        daemon.start(["/no/such"], b"", {}, 20.0, str(tmp_path))
 
 
-def test_one_that_is_not_ready_in_time_is_an_error_with_the_time() -> None:
+def test_one_that_is_not_ready_in_time_is_an_error_with_the_time(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"it did not get ready within 0\.1 s"):
-        daemon.start(["sleep", "0.5"], b"", {}, 0.1)
+        daemon.start(["sleep", "0.5"], b"", {}, 0.1, str(tmp_path))
 
 
 def test_where_a_logout_ends_all_it_is_started_below_the_users_own_manager(
@@ -57,14 +56,16 @@ def test_where_a_logout_ends_all_it_is_started_below_the_users_own_manager(
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(logout, "ends_at_logout", lambda: True)
-    monkeypatch.setattr(logout, "needs_linger", lambda: None)
-    found = daemon.start([daemon.PYTHON, "-V"], b"", {}, 20.0)
+    monkeypatch.setattr(daemon, "ends_at_logout", lambda: True)
+    monkeypatch.setattr(daemon, "needs_linger", lambda: None)
+    found = daemon.start([daemon.PYTHON, "-V"], b"", {}, 20.0, str(tmp_path))
     assert found == f"--user --scope --quiet --collect -- {sys.executable} -V"
 
 
-def test_where_that_is_not_allowed_it_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logout, "ends_at_logout", lambda: True)
-    monkeypatch.setattr(logout, "needs_linger", lambda: "loginctl enable-linger ann")
+def test_where_that_is_not_allowed_it_is_refused_with_the_line_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "ends_at_logout", lambda: True)
+    monkeypatch.setattr(daemon, "needs_linger", lambda: "loginctl enable-linger ann")
     with pytest.raises(ContractError, match=r"KillUserProcesses.*once: loginctl enable-linger ann"):
-        daemon.start(["true"], b"", {}, 20.0)
+        daemon.start(["true"], b"", {}, 20.0, str(tmp_path))
