@@ -261,15 +261,6 @@ def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: 
         assert folder.state()["heard"] == rfc3339(later)
 
 
-def test_a_job_that_is_silent_is_noted_to_live(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
-    before = folder.state()
-    os.utime(folder.path / "state.json", (1, 1))
-    folder.touch()
-    assert (folder.path / "state.json").stat().st_mtime > 1e9
-    assert folder.state() == before
-
-
 def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
     folder.write_state("running", mixed())

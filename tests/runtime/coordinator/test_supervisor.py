@@ -254,14 +254,6 @@ def test_a_worker_that_fails_for_itself_after_a_servers_early_end_is_the_culprit
     assert history.exited("worker-0", 9).end().exit_code == 9
 
 
-def test_a_server_that_ended_with_0_is_the_culprit_beside_a_worker_that_lost_it() -> None:
-    history = History(sample_plan()).start().exited("server-0", 0).beat_to(2)
-    outcome = history.publish("worker-0", lost_peer="server-0").exited("worker-0", 9).end()
-    assert outcome.exit_code == 1
-    assert outcome.culprit is not None
-    assert outcome.culprit.task == "server-0"
-
-
 def test_tasks_that_we_stopped_are_no_failures() -> None:
     history = History(sample_plan(), obedient=False).start()
     history.now = 5

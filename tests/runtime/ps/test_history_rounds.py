@@ -393,18 +393,6 @@ def test_a_worker_never_waits_for_a_push_of_its_own_that_was_refused(serving: Se
     assert values(server.pull(0, 1, "b")) == {"b": [2, 2]}
 
 
-def test_a_pull_has_each_shard_of_its_round_though_its_worker_pushes_on_and_others_are_ahead(serving: Serving) -> None:
-    server = serving()
-    server.push(0, 1, {"a": [1, 1]})
-    server.push(0, 1, {"b": [1, 1]})
-    assert server.pull(0, 1, "a", "b") == []
-    server.push(1, 1, {"b": [10, 10]})
-    server.push(0, 2, {"b": [2, 2]})
-    server.push(1, 2, {"b": [20, 20]})
-    sent = server.push(1, 1, {"a": [10, 10]})
-    assert values([each for each in sent if each.kind is Kind.PULL]) == {"a": [11, 11], "b": [11, 11]}
-
-
 # Joining, leaving, dying
 
 
