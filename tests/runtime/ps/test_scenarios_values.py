@@ -355,21 +355,6 @@ def test_integers_are_stepped_by_a_rule_of_whole_numbers(job: Job) -> None:
         made.run(script)
 
 
-def test_keys_of_one_call_have_multipliers_of_their_own(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init(["a", "b", "w"], [np.zeros(3, "f4"), np.zeros(3, "f4"), np.zeros(TABLE, "f4")])
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        kv.set_multipliers(lr={"a": 0.5, "w": 0.25})
-        kv.barrier()
-        kv.push(["a", "b", "w"], [np.ones(3, "f4"), np.ones(3, "f4"), np.ones(TABLE, "f4")])
-        assert pulled(kv, "a", (3,)).tolist() == [-1] * 3
-        assert pulled(kv, "b", (3,)).tolist() == [-2] * 3
-        assert (pulled(kv, "w", TABLE) == -0.5).all()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
 @pytest.mark.parametrize("codec", [None, "fp16"])
 @pytest.mark.parametrize("rule", [None, "sgd"])
 def test_deterministic_sums_are_those_of_the_ranks_order_however_contributions_arrive(

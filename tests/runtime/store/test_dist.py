@@ -194,24 +194,6 @@ def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
         job.run(script)
 
 
-def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(over: str) -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.zeros(BIG, "float32"))
-        gradient = np.full(BIG, kv.rank + 1, "float32")
-        kept = gradient.copy()
-        kv.push("w", gradient)
-        out = np.zeros(BIG, "float32")
-        kv.pull("w", out)
-        assert (gradient == kept).all()
-        kv.push("w", gradient)
-        gradient[...] = 1e9
-        kv.pull("w", out)
-        assert (out == 3).all()
-
-    with Cluster(over=over) as job:
-        job.run(script)
-
-
 def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
     """Every element of a pulled value is of one round, on all servers, while the other worker runs ahead."""
     rounds = 60
@@ -330,19 +312,6 @@ def test_async_applies_on_arrival() -> None:
         job.run(script, "dist_async")
 
 
-def test_a_pull_after_a_push_that_was_refused_raises_its_error() -> None:
-    """It must not give a value that lacks the push."""
-
-    def script(kv: KVStore):
-        kv.init("w", ones())
-        kv.push("w", ones())
-        with pytest.raises(KVError, match="set_optimizer"):
-            kv.pull("w", np.zeros(SHAPE, "float32"))
-
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async")
-
-
 def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
     def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
@@ -364,16 +333,6 @@ def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
         kv.push("w", ones())
         kv.pull("w", out)
         assert np.allclose(out, -5 + 2)
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.ones(SHAPE, "int32"))
-        with pytest.raises(KVError, match="int32"):
-            kv.set_optimizer("sgd", learning_rate=1.0)
 
     with Cluster(over="inproc") as job:
         job.run(script)

@@ -269,17 +269,6 @@ def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_fi
         job.run(script)
 
 
-def test_workers_that_compress_differently_are_told_at_init() -> None:
-    def script(kv: KVStore) -> None:
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5 + kv.rank})
-        with pytest.raises(KVError, match=r"key 'w'.*threshold=\d.5.*threshold=\d.5"):
-            kv.init("w", full(0, WIDE))
-        kv.init("small", full(0, SMALL))
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
 def test_what_is_not_finite_is_refused_and_changes_nothing() -> None:
     def script(kv: KVStore) -> None:
         start(kv, type="2bit")

@@ -24,51 +24,6 @@ def ones(shape: tuple[int, ...] = SHAPE) -> Any:
     return np.ones(shape, "float32")
 
 
-def test_counters_say_what_went_through_each_server(placement: str) -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init(["w", "v"], [ones(), ones(WIDE)])
-        before = kv.stats()
-        kv.barrier()
-        for _ in range(3):
-            kv.pushpull("v", ones(WIDE))
-        kv.barrier()
-        return before, kv.stats()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        (before, after), (_, other) = job.run(script)
-    # `v` is on both servers: by size in four shards (512, 512, 512 and 64 elements), as MXNet has it in halves.
-    sizes, shards = ([1024, 576], [2, 2]) if placement == "size" else ([800, 800], [1, 1])
-    assert [facts["server"] for facts in after] == ["server-0", "server-1"]
-    assert sum(facts["keys"] for facts in after) == 3
-    assert [facts["rounds"] for facts in after] == [3, 3]
-    for first, last, size, count in zip(before, after, sizes, shards, strict=True):
-        assert last["bytes_in"] - first["bytes_in"] == 3 * 2 * size * 4
-        assert last["bytes_out"] - first["bytes_out"] == 3 * 2 * size * 4
-        assert last["updates"] - first["updates"] == 3 * count
-        assert last["queue"] == 0
-    assert other == after
-
-
-def test_the_queue_has_pulls_that_wait_for_their_round() -> None:
-    seen = threading.Event()
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", ones())
-        if kv.rank == 0:
-            out = ones()
-            pending = kv.pushpull("w", ones(), out, wait=False)
-            while not any(facts["queue"] for facts in kv.stats()):
-                assert not pending.is_done
-            seen.set()
-            pending.wait()
-        else:
-            assert seen.wait(DEADLINE_S)
-            kv.push("w", ones())
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
 def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
     """A push is as stale as the updates that others made since the worker's last pull."""
     turns = [threading.Event(), threading.Event()]
@@ -130,20 +85,6 @@ def test_a_trace_that_cannot_be_written_does_not_leave_the_servers_recording(tmp
         with pytest.raises(KVError, match=r"cannot be written to .*worker-0\.json"), kv.profile(tmp_path / "gone"):
             (tmp_path / "gone").rmdir()
             (tmp_path / "gone").write_text("in the way")
-        with kv.profile(tmp_path / "again"):
-            kv.pull("w", ones())
-
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
-    assert (tmp_path / "again" / "server-0.json").exists()
-
-
-def test_one_profile_at_a_time(tmp_path: Path) -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", ones())
-        with kv.profile(tmp_path), pytest.raises(KVError, match="already"), kv.profile(tmp_path / "other"):
-            pass
-        kv.barrier()
         with kv.profile(tmp_path / "again"):
             kv.pull("w", ones())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store
+from cluster import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_of_users import Choosy
@@ -263,19 +263,6 @@ def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on()
         job.run(script)
 
 
-def test_an_assign_that_differs_between_workers_names_both() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(["w", "v"], [full(0), full(0)])
-        with pytest.raises(KVError, match="worker-0") as caught:
-            kv.assign(["w", "v"][kv.rank], full(1))
-        assert "worker-1" in str(caught.value)
-        kv.assign("w", full(3))
-        assert (pulled(kv, "w") == 3).all()
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_steps_are_not_lost_with_multi_precision(dtype: str) -> None:
     """MXNet's vector: 20 steps of 1e-4 move a float16 weight of 1 to 0.998, and without masters they do not."""
@@ -341,31 +328,6 @@ def test_no_pull_is_further_ahead_of_the_slowest_than_the_bound(bound: int, seed
 
     with Cluster(3, 2, over="inproc") as job:
         job.run(script, "dist_async", staleness=bound)
-
-
-def test_a_worker_that_joined_is_not_waited_for_by_a_bounded_pull() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        kv.set_optimizer("test", rescale_grad=1)
-        kv.barrier()
-        if kv.rank == 0:
-            for _ in range(5):
-                kv.push("w", full(1))
-                pulled(kv, "w")
-        kv.join()
-        assert (pulled(kv, "w") == 5).all()
-
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async", staleness=1)
-
-
-def test_workers_that_bound_staleness_differently_are_told() -> None:
-    def script(session: Any) -> None:
-        with pytest.raises(KVError, match="staleness"):
-            open_store("dist_async", session, staleness=session.rank)
-
-    with Cluster(over="inproc") as job:
-        job.run_sessions(script)
 
 
 # What makes a rule use all of its state, and moves float32 weights within a few steps.

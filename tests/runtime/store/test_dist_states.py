@@ -140,23 +140,6 @@ def test_residuals_are_taken_up_and_dropped_with_a_warning_for_another_number_of
         assert job.run(load) == [(0.0, 0.25)]
 
 
-def test_a_state_is_not_saved_while_a_round_is_open(tmp_path: Path) -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", np.ones(SHAPE, "float32"))
-        if kv.rank == 0:
-            kv.push("w", np.ones(SHAPE, "float32"))
-        with pytest.raises(KVError, match=r"round 1 of key 'w' is open: worker-0 pushed it, worker-1 did not"):
-            kv.save_states(tmp_path)
-        assert not (tmp_path / "manifest.json").exists()
-        if kv.rank == 1:
-            kv.push("w", np.ones(SHAPE, "float32"))
-        kv.save_states(tmp_path)
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-    assert (tmp_path / "manifest.json").exists()
-
-
 def test_a_folder_that_cannot_be_written_or_is_not_there_is_an_error_of_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
 

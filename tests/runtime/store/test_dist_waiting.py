@@ -14,7 +14,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import routing
 from distrun_runtime.ps.session import NodeSession
@@ -184,26 +184,6 @@ def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
 
     with Cluster(over="inproc") as job:
         job.run(script, "dist_async")
-
-
-def test_a_failed_round_is_the_error_of_the_pulls_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.ops.optimizers import sgd
-
-    def explode(self: Any, *args: Any) -> None:
-        raise ZeroDivisionError("in the rule")
-
-    monkeypatch.setattr(sgd.Test, "update", explode)
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        kv.set_optimizer("test")
-        pending = kv.pushpull("w", full(1), wait=False)
-        with pytest.raises(RuleError, match="in the rule"):
-            pending.wait()
-        kv.barrier()
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
 
 
 def test_dropped_pulls_and_pushes_do_no_harm() -> None:
@@ -445,24 +425,6 @@ def test_the_error_of_an_init_that_nobody_waited_for_is_raised_by_the_next_call(
         kv.barrier()
 
     with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_a_lost_server_ends_what_is_pending_and_names_itself() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0, (50,)))
-        kv.push("w", full(1, (50,)))
-        if kv.rank == 1:
-            kv.push("w", full(1, (50,)))  # a round that worker 0 does not make
-            pending = kv.pull("w", full(0, (50,)), wait=False)
-            job.network.cut(job.transports["server-1"])
-            with pytest.raises(PeerLost, match="server-1"):
-                pending.wait()
-        else:
-            with pytest.raises(PeerLost, match="server-1"):
-                kv.barrier()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)
 
 
