@@ -108,11 +108,6 @@ def test_a_link_of_the_launcher_to_its_own_disk_leads_to_a_folder_here(tmp_path:
     assert jobs.find("calm-otter-7f3").state()["state"] == "starting"
 
 
-def test_new_ids_are_not_in_the_store(tmp_path: Path) -> None:
-    jobs = store(tmp_path, "digits-001")
-    assert jobs.new_id("digits") not in ("digits-001", "digits")
-
-
 def test_a_run_dir_holds_the_folder_and_the_store_a_link(tmp_path: Path) -> None:
     jobs = JobStore(tmp_path / "state")
     folder = jobs.create(sample_plan(), run_dir=tmp_path / "runs")

@@ -191,6 +191,9 @@ def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) 
         found = pulled(kv, "t", TABLE, dtype)
         assert (found[1] == np.add(large, 2)).all()
         assert found[[20, 21, 22]].tolist() == [[1] * 6] * 3
+        some = RowSparse.empty(TABLE, dtype)
+        kv.row_sparse_pull("t", some, row_ids=[22, 3, 1])
+        assert np.array_equal(dtypes.widen(some.values), found[[1, 3, 22]])
 
     with job(3, 2, bigarray_bound=BOUND) as made:
         made.run(script)

@@ -228,6 +228,14 @@ def test_the_deadline_starts_anew_when_the_only_worker_went_away() -> None:
     assert finish(job.tick(120)) is not None
 
 
+def test_the_deadline_stays_when_one_of_several_workers_went_away() -> None:
+    job = Job(3, is_open=False, start_timeout_s=20)
+    job.register("w0", "worker", 0)
+    job.register("w1", "worker", 1)
+    job.scheduler.handle(role.Broken("w1", "killed"), 10)
+    assert finish(job.tick(20)) is not None
+
+
 def test_it_says_every_few_seconds_whom_it_waits_for() -> None:
     job = Job(is_open=False)
     job.register("s0", "server", 0)
@@ -299,12 +307,6 @@ def test_a_node_that_goes_away_before_all_are_here_may_come_again() -> None:
 
 
 # Collective calls
-
-
-def test_a_barrier_ends_when_all_are_there() -> None:
-    job = Job()
-    assert sends(job.hear("w0", Kind.BARRIER, number=1)) == []
-    assert to(job.hear("w1", Kind.BARRIER, number=1)) == [("w0", "BARRIER"), ("w1", "BARRIER")]
 
 
 def test_stores_have_barriers_of_their_own() -> None:

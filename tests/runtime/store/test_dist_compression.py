@@ -178,28 +178,6 @@ def test_small_values_other_types_and_rows_travel_as_they_are() -> None:
         job.run(script)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_float_types_are_compressed(dtype: str) -> None:
-    from distrun_runtime.arrays import dtypes
-
-    kind = dtypes.parse(dtype)
-
-    def of(value: float) -> Any:
-        return dtypes.narrow(np.full(WIDE, value, dtypes.work_dtype(kind)), kind)
-
-    def script(kv: KVStore) -> None:
-        kv.set_gradient_compression({"type": "2bit"})
-        kv.init("w", of(0))
-        out = of(-1)
-        kv.pushpull("w", of(0.25), out)
-        assert (dtypes.widen(out) == 0).all()
-        kv.pushpull("w", of(0.25), out)
-        assert (dtypes.widen(out) == 1).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
 def test_each_key_may_have_a_setting_of_its_own_and_lose_it() -> None:
     def script(kv: KVStore) -> None:
         kv.set_gradient_compression({"type": "2bit", "min_size": 0})
@@ -297,25 +275,6 @@ def test_the_sum_of_devices_is_compressed_once() -> None:
 
     with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script, "dist_device_sync")
-
-
-def test_a_scale_is_applied_after_compression() -> None:
-    def script(kv: KVStore) -> None:
-        start(kv, type="2bit")
-        kv.push("wide", full(0.5, WIDE), scale=0.25)
-        assert (pulled(kv, "wide") == 1 + 0.5 * 0.25 * RATE * 2).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-def test_the_settings_of_the_record_are_those_of_the_compressor() -> None:
-    record = KeyRecord.of("w", 0, full(0, WIDE))
-    compressor = Compressor()
-    compressor.set(Compression.of({"type": "topk", "ratio": 0.5}))
-    found = compressor.of(record)
-    assert found is not None
-    assert found.params == {"ratio": 0.5}
 
 
 MANY = {"a": (256,), "b": (16, 3), "c": (7,), "d": (64,), "e": (33,), "f": (300, 300), "g": (32,)}

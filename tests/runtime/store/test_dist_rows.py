@@ -172,23 +172,6 @@ def test_several_outputs_keys_and_devices_in_one_call() -> None:
         job.run(script)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int32"])
-def test_rows_of_other_element_types(dtype: str) -> None:
-    from distrun_runtime.arrays import dtypes
-
-    def script(kv: KVStore) -> None:
-        kind = dtypes.parse(dtype)
-        value = dtypes.narrow(np.full((2, 12), 3, dtypes.work_dtype(kind)), kind)
-        kv.init("w", RowSparse.empty(WIDE, dtype))
-        kv.push("w", RowSparse(value, [110, 2], WIDE))
-        out = RowSparse.empty(WIDE, dtype)
-        kv.row_sparse_pull("w", out, row_ids=[2, 3, 110])
-        assert (dtypes.widen(out.values)[:, 3] == [6, 0, 6]).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
 @pytest.mark.parametrize(
     ("name", "params"),
     [("lamb", {}), ("lars", {"momentum": 0.5}), ("sgd", {"momentum": 0.5, "lazy_update": False})],
