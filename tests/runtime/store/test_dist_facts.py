@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster
+from cluster import DEADLINE_S, Cluster, run_job
 
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
@@ -45,8 +45,7 @@ def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
         kv.barrier()
         return [facts["staleness"] for facts in kv.stats() if facts["keys"]]
 
-    with Cluster(over="inproc") as job:
-        [found] = job.run(script, "dist_async")[0]
+    [found] = run_job(script, type_name="dist_async")[0]
     assert found["1"] == {"mean": 3.0, "max": 3, "pushes": 1}
     assert found["0"]["pushes"] == 3
 
@@ -64,8 +63,7 @@ def test_a_profile_writes_a_trace_for_every_worker_and_server(tmp_path: Path) ->
             kv.barrier()
         kv.pull("w", ones())
 
-    with Cluster(3, 3, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, 3, 3, bigarray_bound=BOUND)
     names = ["server-0.json", "server-1.json", "server-2.json", "worker-0.json", "worker-1.json", "worker-2.json"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
     for name in names:
@@ -88,8 +86,7 @@ def test_a_trace_that_cannot_be_written_does_not_leave_the_servers_recording(tmp
         with kv.profile(tmp_path / "again"):
             kv.pull("w", ones())
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
     assert (tmp_path / "again" / "server-0.json").exists()
 
 
@@ -119,5 +116,4 @@ def test_the_store_is_capable_of_an_optimizer() -> None:
     def script(kv: KVStore) -> None:
         assert kv.is_capable("optimizer") is True
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
