@@ -239,6 +239,7 @@ def test_tasks_that_were_lost_on_a_silent_host_are_explained_by_it_however_early
     history = History(plan, obedient=False).start().beat_to(5).beat_to(5 + frozen_s, "d2")
     history.loses("worker-1", "server-0").beat_to(100, "d2")
     outcome = history.end()
+    assert "s, and tasks on other hosts lost those on it; stopping the job" in history.said()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
     assert outcome.culprit is not None
     assert (outcome.culprit.task, outcome.culprit.host) == ("", "d1")

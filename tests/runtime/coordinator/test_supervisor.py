@@ -209,6 +209,7 @@ def test_a_consequence_is_the_culprit_when_it_lost_no_task_of_the_job_and_says_s
     assert outcome.culprit is not None
     assert (outcome.culprit.consequence, outcome.culprit.lost_peer) == (True, "a peer")
     assert "after it lost a peer; no other failure is known" in outcome.message
+    assert "worker-0 on d1: exit code 1 (it lost a peer); stopping the job" in history.said()
 
 
 def test_a_silent_host_is_believed_before_a_task_that_lost_a_peer() -> None:
