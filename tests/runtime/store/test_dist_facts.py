@@ -90,6 +90,20 @@ def test_a_trace_that_cannot_be_written_does_not_leave_the_servers_recording(tmp
     assert (tmp_path / "again" / "server-0.json").exists()
 
 
+def test_one_profile_at_a_time(tmp_path: Path) -> None:
+    def script(kv: KVStore) -> None:
+        kv.init("w", ones())
+        already = "worker-0 is being profiled already"
+        with kv.profile(tmp_path), pytest.raises(KVError, match=already), kv.profile(tmp_path / "other"):
+            pass
+        assert not (tmp_path / "other").exists(), "it is refused before anything is made"
+        with kv.profile(tmp_path / "again"):
+            kv.pull("w", ones())
+
+    run_job(script, 1, 1)
+    assert (tmp_path / "again" / "server-0.json").exists()
+
+
 def test_lost_nodes_are_counted_by_role() -> None:
     """In MXNet nobody was ever seen to be dead."""
 

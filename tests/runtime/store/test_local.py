@@ -420,6 +420,14 @@ def test_a_closed_local_store_says_so() -> None:
             call()
 
 
+def test_an_error_that_leaves_its_block_closes_a_local_store() -> None:
+    kv = filled(3, INT_KEYS)
+    with pytest.raises(ArithmeticError), kv:
+        raise ArithmeticError
+    with pytest.raises(StoreClosed):
+        kv.pull(3, np.ones(SHAPE))
+
+
 def test_membership_of_one_returns_at_once() -> None:
     with create() as kv:
         kv.barrier()
