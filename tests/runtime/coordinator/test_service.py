@@ -84,7 +84,7 @@ def test_the_end_of_the_client_hangs_up(pair: tuple[Service, ServiceClient], sig
     connection.close()
 
 
-def test_the_end_of_the_client_terminates_where_signals_are_ignored(
+def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
     pair: tuple[Service, ServiceClient], signals: list[str]
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
