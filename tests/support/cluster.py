@@ -268,6 +268,21 @@ class Cluster:
         thread.start()
 
 
+def run_job(
+    script: Callable[[KVStore], Any],
+    workers: int = 2,
+    servers: int = 2,
+    *,
+    type_name: str = "dist_sync",
+    staleness: int | None = None,
+    over: str = "inproc",
+    **settings: Any,
+) -> list[Any]:
+    """Run `script(kv)` in every worker of a job of its own; return what each returned, by rank."""
+    with Cluster(workers, servers, over=over, **settings) as job:
+        return job.run(script, type_name, staleness)
+
+
 def host_of(role: str, rank: int) -> str:
     """Return where a node is of a job whose values go over relays: two workers and every other server are `here`."""
     is_here = rank < 2 if role == "worker" else rank % 2 == 0

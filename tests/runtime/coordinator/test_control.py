@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -14,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from distrun_cli import wait_until
 from sample_plan import sample_plan
+from serviceclient import LIMIT_S, ServiceClient
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
@@ -30,7 +28,6 @@ from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.service import ControlSocket, Service
 from distrun_runtime.errors import ContractError
 
-LIMIT_S = 20.0
 STATE = {"id": "calm-otter-7f3", "state": "running"}
 
 
@@ -55,41 +52,15 @@ def no_client_stays() -> Iterator[None]:
         OPEN.pop().close()
 
 
-class Client:
-    """A client, as a test: it reads when it is told to."""
+class Client(ServiceClient):
+    """One that has connected to the control socket."""
 
     def __init__(self, path: str, version: tuple[int, int] | None = (1, 0)) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
+        super().__init__(socket.socket(socket.AF_UNIX))
         OPEN.append(self.socket)
-        self.socket.settimeout(LIMIT_S)
         self.socket.connect(path)
-        self._decoder = session.Decoder()
-        self._frames: list[session.Frame] = []
         if version is not None:
-            self.send("hello", version=list(version))
-            self.hello = self.next()
-
-    def send(self, kind: str, **members: Any) -> None:
-        self.socket.sendall(session.encode({"type": kind, **members}))
-
-    def next(self) -> session.Frame:
-        while not self._frames:
-            data = self.socket.recv(65536)
-            assert data, "the connection has ended"
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    def rest(self) -> list[session.Frame]:
-        """Return all frames until the end of the connection."""
-        with contextlib.suppress(ConnectionError):
-            while data := self.socket.recv(65536):
-                self._frames += self._decoder.feed(data)
-        found, self._frames = self._frames, []
-        return found
-
-    def ask(self, kind: str, **members: Any) -> session.Frame:
-        self.send(kind, **members)
-        return self.next()
+            self.hello = self.ask("hello", version=list(version))
 
 
 class Numbers:
@@ -176,21 +147,6 @@ def job(folder: str) -> Iterator[Job]:
     yield made
     made.service.close()
     assert os.listdir(folder) == []
-
-
-@pytest.fixture
-def signals() -> Iterator[list[str]]:
-    """The signals that this process was sent."""
-    seen: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(signal.Signals(number).name)
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    before = {name: signal.signal(getattr(signal, name), note) for name in names}
-    yield seen
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
 
 
 # ---------------------------------------------------------------------- the socket
@@ -685,23 +641,15 @@ def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
 
 def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[str]) -> None:
     ours, its = socket.socketpair()
-    its.settimeout(LIMIT_S)
-    job = Job(folder, ours)
+    job, client = Job(folder, ours), ServiceClient(its)
     job.opened()
-    its.sendall(
-        session.encode({"type": "subscribe", "metrics": True, "look": ["d1"]}) + session.encode({"type": "state"})
-    )
-    decoder, seen = session.Decoder(), []
-    while not seen:
-        seen += decoder.feed(its.recv(65536))
+    client.send("subscribe", metrics=True, look=["d1"])
+    assert client.ask("state").type == "state"
     assert wanted(job) == [(True, ("d1",))]
     job.service.metrics({"time": 1})
-    while len(seen) < 2:
-        seen += decoder.feed(its.recv(65536))
-    assert [frame.type for frame in seen] == ["state", "metrics"]
-    its.sendall(session.encode({"type": "detach"}))
-    while its.recv(65536):
-        pass
+    assert client.next().type == "metrics"
+    client.send("detach")
+    client.rest()
     wait_until(lambda: wanted(job)[-1] == (False, ()), LIMIT_S)
     its.close()
     job.service.close()
@@ -713,15 +661,11 @@ def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[
 
 def test_after_detach_the_end_of_the_launching_client_means_nothing(folder: str, signals: list[str]) -> None:
     ours, its = socket.socketpair()
-    its.settimeout(LIMIT_S)
     job = Job(folder, ours)
     job.prints(b"hello\n")
     assert Client(job.path).ask("detach").header == {"type": "detach", "released": True}
-    decoder, seen = session.Decoder(), []
-    while data := its.recv(65536):
-        seen += decoder.feed(data)
-    assert [frame.type for frame in seen] == ["output", "detached"]
-    assert seen[-1].header["cursor"] == 6
+    output, detached = ServiceClient(its).rest()
+    assert (output.type, detached.type, detached.header["cursor"]) == ("output", "detached", 6)
     its.close()
     assert Client(job.path).ask("detach").header == {"type": "detach", "released": False}
     assert job.service.ask("Password: ", LIMIT_S, lambda: None) is None
@@ -731,19 +675,13 @@ def test_after_detach_the_end_of_the_launching_client_means_nothing(folder: str,
 
 def test_the_launching_client_may_release_itself_and_hear_events(folder: str, signals: list[str]) -> None:
     ours, its = socket.socketpair()
-    its.settimeout(LIMIT_S)
-    job = Job(folder, ours)
-    its.sendall(session.encode({"type": "subscribe", "events": True}) + session.encode({"type": "state"}))
-    decoder, seen = session.Decoder(), []
-    while not seen:
-        seen += decoder.feed(its.recv(65536))
+    job, client = Job(folder, ours), ServiceClient(its)
+    client.send("subscribe", events=True)
+    assert client.ask("state").type == "state"
     job.service.event({"event": "state", "state": "running"})
-    while len(seen) < 2:
-        seen += decoder.feed(its.recv(65536))
-    its.sendall(session.encode({"type": "detach"}))
-    while data := its.recv(65536):
-        seen += decoder.feed(data)
-    assert [frame.type for frame in seen] == ["state", "event", "detached", "detach"]
+    assert client.next().type == "event"
+    client.send("detach")
+    assert [frame.type for frame in client.rest()] == ["detached", "detach"]
     its.close()
     job.service.close()
     assert signals == []

@@ -108,11 +108,6 @@ def test_a_link_of_the_launcher_to_its_own_disk_leads_to_a_folder_here(tmp_path:
     assert jobs.find("calm-otter-7f3").state()["state"] == "starting"
 
 
-def test_new_ids_are_not_in_the_store(tmp_path: Path) -> None:
-    jobs = store(tmp_path, "digits-001")
-    assert jobs.new_id("digits") not in ("digits-001", "digits")
-
-
 def test_a_run_dir_holds_the_folder_and_the_store_a_link(tmp_path: Path) -> None:
     jobs = JobStore(tmp_path / "state")
     folder = jobs.create(sample_plan(), run_dir=tmp_path / "runs")
@@ -259,15 +254,6 @@ def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: 
         later += 60
         os.utime(path, (later, later))
         assert folder.state()["heard"] == rfc3339(later)
-
-
-def test_a_job_that_is_silent_is_noted_to_live(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
-    before = folder.state()
-    os.utime(folder.path / "state.json", (1, 1))
-    folder.touch()
-    assert (folder.path / "state.json").stat().st_mtime > 1e9
-    assert folder.state() == before
 
 
 def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from scripted_agent import Script, ScriptedAgent
 from distrun import report
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import jobrun, logs, loop, messages
+from distrun_runtime.coordinator import jobrun, logs, messages
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -411,21 +411,6 @@ def test_an_agent_that_never_greets_fails_the_start(tmp_path: Path) -> None:
     assert outcome.exit_code == 6
     assert "the agent on d1" in outcome.message
     assert job.took < 30
-
-
-def test_agents_are_pinged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PING_S", 0.05)
-
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
-        first, second = agent.wait("ping").header["n"], agent.wait("ping").header["n"]
-        assert second > first
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
-
-    assert Job(tmp_path, one_worker(), script).run().exit_code == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

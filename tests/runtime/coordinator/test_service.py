@@ -8,67 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
+from serviceclient import LIMIT_S, ServiceClient
 
 from distrun_runtime.contract import session
 from distrun_runtime.coordinator import clients, service
 from distrun_runtime.coordinator.service import Service
 
-LIMIT_S = 20.0
-
-
-class Client:
-    """The other end, as a test: it reads when it is told to."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.socket.settimeout(LIMIT_S)
-        self._decoder = session.Decoder()
-        self._frames: list[session.Frame] = []
-
-    def next(self) -> session.Frame:
-        """Return the next frame; fail if none comes."""
-        while not self._frames:
-            data = self.socket.recv(65536)
-            assert data, "the connection has ended"
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    def rest(self) -> list[session.Frame]:
-        """Return all frames until the end of the connection."""
-        while data := self.socket.recv(65536):
-            self._frames += self._decoder.feed(data)
-        return self._frames
-
-    def send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        self.socket.sendall(session.encode(header, body))
-
 
 @pytest.fixture
-def hangups() -> Iterator[list[str]]:
-    """The signals that this process was sent; the end of a client is SIGHUP."""
-    seen: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(signal.Signals(number).name)
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    before = {name: signal.signal(getattr(signal, name), note) for name in names}
-    yield seen
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
-
-
-@pytest.fixture
-def pair(hangups: list[str]) -> Iterator[tuple[Service, Client]]:
+def pair(signals: list[str]) -> Iterator[tuple[Service, ServiceClient]]:
     ours, its = socket.socketpair()
     connection = Service(ours)
     connection.start()
     with its:
-        yield connection, Client(its)
+        yield connection, ServiceClient(its)
         connection.close()  # so that no signal comes later
 
 
@@ -79,7 +34,7 @@ def wait_for(seen: list[str], count: int = 1) -> list[str]:
     return seen
 
 
-def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, Client]) -> None:
+def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, ServiceClient]) -> None:
     connection, client = pair
     connection.output("worker-0", "h1", "out", b"hello\n", 0)
     connection.say("2 hosts are up", "info")
@@ -93,7 +48,7 @@ def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, Client
 
 
 def test_a_slow_client_gets_places_in_the_log_and_every_message(
-    pair: tuple[Service, Client], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Service, ServiceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "QUEUE_LIMIT", 100_000)
     connection, client = pair
@@ -114,27 +69,27 @@ def test_a_slow_client_gets_places_in_the_log_and_every_message(
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
 def test_a_signal_of_the_client_is_a_signal_to_the_coordinator(
-    name: str, pair: tuple[Service, Client], hangups: list[str]
+    name: str, pair: tuple[Service, ServiceClient], signals: list[str]
 ) -> None:
     _, client = pair
-    client.send({"type": "signal", "name": name})
-    assert wait_for(hangups) == ["SIG" + name]
+    client.send("signal", name=name)
+    assert wait_for(signals) == ["SIG" + name]
 
 
-def test_the_end_of_the_client_hangs_up(pair: tuple[Service, Client], hangups: list[str]) -> None:
+def test_the_end_of_the_client_hangs_up(pair: tuple[Service, ServiceClient], signals: list[str]) -> None:
     connection, client = pair
     client.socket.close()
-    assert wait_for(hangups) == ["SIGHUP"]
+    assert wait_for(signals) == ["SIGHUP"]
     connection.say("nobody hears it", "info")
     connection.close()
 
 
 def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
-    pair: tuple[Service, Client], hangups: list[str]
+    pair: tuple[Service, ServiceClient], signals: list[str]
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     pair[1].socket.close()
-    assert wait_for(hangups) == ["SIGTERM"]
+    assert wait_for(signals) == ["SIGTERM"]
 
 
 @pytest.mark.parametrize(
@@ -149,19 +104,21 @@ def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
     ids=["no frame", "another signal", "no signal", "another type", "no number"],
 )
 def test_a_client_that_sends_anything_else_is_gone(
-    wrong: bytes, pair: tuple[Service, Client], hangups: list[str]
+    wrong: bytes, pair: tuple[Service, ServiceClient], signals: list[str]
 ) -> None:
     _, client = pair
     client.socket.sendall(wrong)
-    assert wait_for(hangups) == ["SIGHUP"]
+    assert wait_for(signals) == ["SIGHUP"]
 
 
-def test_after_the_outcome_the_end_of_the_client_is_no_hangup(pair: tuple[Service, Client], hangups: list[str]) -> None:
+def test_after_the_outcome_the_end_of_the_client_is_no_hangup(
+    pair: tuple[Service, ServiceClient], signals: list[str]
+) -> None:
     connection, client = pair
     connection.finish({})
     connection.close()
     client.socket.close()
-    assert hangups == []
+    assert signals == []
 
 
 class Asking(threading.Thread):
@@ -192,27 +149,27 @@ class Asking(threading.Thread):
         return self
 
 
-def test_a_question_is_answered_by_its_number(pair: tuple[Service, Client]) -> None:
+def test_a_question_is_answered_by_its_number(pair: tuple[Service, ServiceClient]) -> None:
     connection, client = pair
     first = Asking(connection)
     one = client.next().header
     assert one == {"type": "prompt", "id": 1, "text": "Password: ", "limit_s": LIMIT_S}
     second = Asking(connection)
     two = client.next().header
-    client.send({"type": "answer", "id": two["id"], "given": True}, b"b")
-    client.send({"type": "answer", "id": one["id"], "given": True}, "ä".encode())
+    client.send("answer", b"b", id=two["id"], given=True)
+    client.send("answer", "ä".encode(), id=one["id"], given=True)
     assert (first.ended().answer, second.ended().answer) == ("ä", "b")
 
 
-def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[Service, Client]) -> None:
+def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[Service, ServiceClient]) -> None:
     connection, client = pair
     for given, expected in ((True, ""), (False, None)):
         asking = Asking(connection)
-        client.send({"type": "answer", "id": client.next().header["id"], "given": given})
+        client.send("answer", id=client.next().header["id"], given=given)
         assert asking.ended().answer == expected
 
 
-def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[Service, Client]) -> None:
+def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[Service, ServiceClient]) -> None:
     connection, client = pair
     asking = Asking(connection)
     number = client.next().header["id"]
@@ -221,17 +178,17 @@ def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[Service
     assert str(asking.ended().error) == "no longer wanted"
 
 
-def test_a_question_ends_with_the_client(pair: tuple[Service, Client], hangups: list[str]) -> None:
+def test_a_question_ends_with_the_client(pair: tuple[Service, ServiceClient], signals: list[str]) -> None:
     connection, client = pair
     asking = Asking(connection)
     client.next()
     client.socket.close()
     assert asking.ended().answer is None
-    assert wait_for(hangups) == ["SIGHUP"]
+    assert wait_for(signals) == ["SIGHUP"]
 
 
 def test_a_client_that_takes_nothing_is_given_up_at_the_end(
-    pair: tuple[Service, Client], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Service, ServiceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "END_S", 0.3)
     connection, client = pair

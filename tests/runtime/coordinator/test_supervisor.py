@@ -209,6 +209,7 @@ def test_a_consequence_is_the_culprit_when_it_lost_no_task_of_the_job_and_says_s
     assert outcome.culprit is not None
     assert (outcome.culprit.consequence, outcome.culprit.lost_peer) == (True, "a peer")
     assert "after it lost a peer; no other failure is known" in outcome.message
+    assert "worker-0 on d1: exit code 1 (it lost a peer); stopping the job" in history.said()
 
 
 def test_a_silent_host_is_believed_before_a_task_that_lost_a_peer() -> None:
@@ -252,14 +253,6 @@ def test_a_server_that_ends_with_0_just_before_the_workers_is_no_failure() -> No
 def test_a_worker_that_fails_for_itself_after_a_servers_early_end_is_the_culprit() -> None:
     history = History(sample_plan()).start().exited("server-0", 0).beat_to(2)
     assert history.exited("worker-0", 9).end().exit_code == 9
-
-
-def test_a_server_that_ended_with_0_is_the_culprit_beside_a_worker_that_lost_it() -> None:
-    history = History(sample_plan()).start().exited("server-0", 0).beat_to(2)
-    outcome = history.publish("worker-0", lost_peer="server-0").exited("worker-0", 9).end()
-    assert outcome.exit_code == 1
-    assert outcome.culprit is not None
-    assert outcome.culprit.task == "server-0"
 
 
 def test_tasks_that_we_stopped_are_no_failures() -> None:

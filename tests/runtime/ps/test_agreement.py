@@ -36,13 +36,6 @@ def test_the_first_difference_of_records_is_the_one_that_is_named() -> None:
     assert reasons(actions)["w1"] == "for key 'b' worker-0 has shape (1,) float32, worker-1 has shape (9,) float32"
 
 
-def test_an_int_key_and_a_str_key_of_the_same_digits_are_two() -> None:
-    job = Job()
-    job.hear("w0", Kind.KEYS, number=1, records=[record(1)])
-    actions = job.hear("w1", Kind.KEYS, number=1, records=[record("1")])
-    assert reasons(actions)["w0"] == "worker-0 declares key 1 (shape (2, 3) float32), worker-1 does not"
-
-
 def test_every_later_call_is_compared_with_the_first() -> None:
     job = Job(4)
     job.hear("w2", Kind.BARRIER, number=1)
@@ -560,7 +553,7 @@ def test_multipliers_are_changed_key_by_key_and_an_equal_rule_leaves_them() -> N
     assert to(rule(job, "w1", lr=0.1)) == [("w1", "RULE")]
 
 
-def test_the_rule_can_be_taken_away() -> None:
+def test_the_rule_can_be_taken_away_and_makes_room_for_another() -> None:
     job = Job()
     job.settle(rule(job, "w0", lr=0.1))
     away = job.hear("w0", Kind.RULE, spec=None)
@@ -568,12 +561,6 @@ def test_the_rule_can_be_taken_away() -> None:
     assert installed(put) == [None]
     assert to(job.settle(put)) == [("w0", "RULE")]
     assert to(job.hear("w1", Kind.RULE, spec=None)) == [("w1", "RULE")], "there is none to take away"
-
-
-def test_a_rule_taken_away_makes_room_for_another() -> None:
-    job = Job()
-    job.settle(rule(job, "w0", lr=0.1))
-    job.settle(job.hear("w0", Kind.RULE, spec=None))
     assert to(job.settle(rule(job, "w1", "adam"))) == [("w1", "RULE")]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import cluster
 import numpy as np
 import pytest
 from history_server import History, Piece, Sent, data, reason, said, values
@@ -133,22 +132,3 @@ def test_an_init_with_garbled_facts_leaves_nothing_behind(facts: dict[str, Any])
         assert reason(server.init({"d": [1]}, **facts)).startswith("INIT is malformed: ")
         assert "no such piece" in reason(server.pull(0, 0, "d"))
         assert said(server.init({"d": [1]})) == ["w0 INIT"]
-
-
-def test_an_init_that_no_table_can_hold_leaves_the_store_as_it_was() -> None:
-    with live() as server:
-        wrong = server.initial({"d": [1]})
-        wrong.entries["offset"] = 1 << 63
-        assert reason(server.hear("w0", wrong)).startswith("INIT is malformed: OverflowError")
-        assert said(server.init({"d": [1]})) == ["w0 INIT"]
-
-
-def test_each_of_several_inits_has_its_own_answer_whatever_is_wrong_with_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
-    with live() as server:
-        good, bad, last = (server.initial({name: [1]}) for name in "dfg")
-        bad.body["shapes"] = {str(bad.entries["key"][0]): ["x"]}
-        told = server.hear_all([("w0", good), ("w1", bad), ("w1", last)])
-        assert said(told) == ["w0 INIT", "w1 INIT!", "w1 INIT"]

@@ -12,35 +12,6 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import NodeSession
 
 
-def test_pushes_that_nobody_waited_for_arrive() -> None:
-    def script(session: NodeSession) -> Any:
-        kv = open_store("dist_sync", session)
-        kv.init("w", np.zeros(4, np.float32))
-        kv.push("w", np.ones(4, np.float32), wait=False)
-        if session.rank == 0:
-            return session.end()
-        out = np.empty(4, np.float32)
-        kv.pull("w", out=out)
-        return out.tolist()
-
-    with Cluster(2, 1, over="inproc") as cluster:
-        assert cluster.run_sessions(script) == [None, [2.0] * 4]
-
-
-def test_an_init_that_nobody_waited_for_is_made() -> None:
-    def script(session: NodeSession) -> Any:
-        kv = open_store("dist_sync", session)
-        kv.init("w", np.ones(4, np.float32), wait=False)
-        if session.rank == 0:
-            return session.end()
-        out = np.empty(4, np.float32)
-        kv.pull("w", out=out)
-        return out.tolist()
-
-    with Cluster(2, 1, over="inproc") as cluster:
-        assert cluster.run_sessions(script) == [None, [1.0] * 4]
-
-
 def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     def script(session: NodeSession) -> Any:
         for key in ("a", "b"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, run_job
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, RuntimeFault
 from distrun_runtime.kvstore import KVStore
@@ -41,8 +41,7 @@ def test_a_value_on_three_servers_moves_as_on_one(name: str, over: str) -> None:
 
     found = []
     for servers in (1, 3):
-        with Cluster(2, servers, over=over, bigarray_bound=10) as job:
-            one, other = job.run(script)
+        one, other = run_job(script, 2, servers, bigarray_bound=10, over=over)
         assert (one == other).all()
         found.append(one)
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
@@ -59,8 +58,7 @@ def test_after_a_barrier_all_workers_see_all_asynchronous_pushes() -> None:
         kv.barrier()
         return pulled(kv), sum(facts["updates"] for facts in kv.stats())
 
-    with Cluster(3, 3, over="inproc", bigarray_bound=10) as job:
-        found = job.run(script, "dist_async")
+    found = run_job(script, 3, 3, type_name="dist_async", bigarray_bound=10)
     assert [updates for _, updates in found] == [90] * 3
     assert all((value == found[0][0]).all() for value, _ in found)
 
@@ -81,8 +79,7 @@ def test_a_rule_that_fails_on_one_server_is_the_error_of_that_round_with_its_tra
         with pytest.raises(RuleError, match=r"for key 'w': no gradient"):
             pulled(kv)
 
-    with Cluster(2, 3, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
-        job.run(script)
+    run_job(script, 2, 3, bigarray_bound=10, imports=("norm_rules",))
 
 
 def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> None:
@@ -98,8 +95,7 @@ def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> No
         kv.barrier()
         pulled(kv)
 
-    with Cluster(2, 3, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
-        job.run(script, "dist_async")
+    run_job(script, 2, 3, type_name="dist_async", bigarray_bound=10, imports=("norm_rules",))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -112,8 +108,7 @@ def test_an_asynchronous_push_of_a_key_with_several_shards_on_one_server_is_appl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "SHARD_BYTES", 4 * SIZE // 4)
-        with Cluster(1, servers, over="inproc", partition="size") as job:
-            [value] = job.run(script, "dist_async")
+        [value] = run_job(script, 1, servers, type_name="dist_async", partition="size")
     assert not (value == ramp()).any()
 
 
@@ -138,8 +133,9 @@ def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: 
                     failures.append(str(err))
         return failures
 
-    with Cluster(3, 3, bigarray_bound=10) as job:
-        failures = [text for each in job.run(script, type_name) for text in each]
+    failures = [
+        text for each in run_job(script, 3, 3, type_name=type_name, bigarray_bound=10, over="zmq") for text in each
+    ]
     assert all("the rule was changed" in text for text in failures), failures
 
 
@@ -153,8 +149,7 @@ def test_a_worker_that_joined_contributes_nothing_and_norms_go_on() -> None:
         kv.join()
         return pulled(kv)
 
-    with Cluster(3, 2, over="inproc", bigarray_bound=10) as job:
-        values = job.run(script)
+    values = run_job(script, 3, 2, bigarray_bound=10)
     assert all((value == values[0]).all() for value in values)
 
 

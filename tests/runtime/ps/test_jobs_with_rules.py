@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import run_job
 
 from distrun_runtime.errors import RuleError
 from distrun_runtime.kvstore import KVStore
@@ -56,6 +56,4 @@ def test_a_rule_that_fails_on_one_server_is_on_none_and_the_states_of_the_one_be
         kv.pull(0, out=out)
         return out.tolist()
 
-    with Cluster(1, 2, over="inproc", imports=(module,)) as cluster:
-        # Weight 1, then -1 with momentum 1, then half of that again.
-        assert cluster.run(script) == [[-0.5, -0.5]]
+    assert run_job(script, 1, 2, imports=(module,)) == [[-0.5, -0.5]]

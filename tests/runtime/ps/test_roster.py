@@ -66,33 +66,6 @@ def test_the_words_about_who_is_missing() -> None:
     assert roster.is_complete
 
 
-def test_ranks_fill_the_gaps_in_the_order_of_registration() -> None:
-    roster = Roster(4, 0)
-    for link, rank in (("a", -1), ("b", 2), ("c", 0), ("d", -1)):
-        roster.add(link, worker(rank))
-    roster.assign()
-    assert {link: member.who.rank for link, member in roster.members.items()} == {"a": 1, "b": 2, "c": 0, "d": 3}
-    assert [member.link for member in roster.of_role("worker")] == ["c", "a", "b", "d"]
-
-
-def test_a_node_that_was_struck_out_leaves_its_place() -> None:
-    roster = Roster(2, 1)
-    roster.add("a", worker(0))
-    roster.remove("a")
-    roster.remove("a")
-    assert roster.against(worker(0)) == ""
-
-
-def test_the_living_are_those_who_neither_left_nor_were_lost() -> None:
-    roster = Roster(3, 0)
-    for rank in range(3):
-        roster.add("w%d" % rank, worker(rank))
-    roster.members["w0"].state = LEFT
-    roster.members["w2"].state = LOST
-    assert [member.link for member in roster.alive("worker")] == ["w1"]
-    assert len(roster.of_role("worker")) == 3
-
-
 def test_it_counts_the_living_and_finds_who_has_a_rank() -> None:
     roster = Roster(3, 1)
     for rank in range(3):

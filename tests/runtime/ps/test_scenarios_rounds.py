@@ -299,18 +299,6 @@ def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
         made.run(script)
 
 
-def test_a_worker_that_joined_counts_as_zero_in_each_round_of_the_others(job: Job) -> None:
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "b"])
-        for step in range(4 if kv.rank else 1):
-            kv.push(["a", "b"], [full("a", 10**kv.rank), full("b", 10**kv.rank)])
-            assert pulled(kv, ["a", "b"]) == ([11, 11] if step == 0 else [10, 10])
-        kv.join()
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
 def test_a_worker_leaves_in_the_middle_of_open_rounds(job: Job) -> None:
     """It has pushed one round of three; the others' rounds go on with what is there."""
     left = threading.Event()

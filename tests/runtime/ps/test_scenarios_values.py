@@ -191,6 +191,9 @@ def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) 
         found = pulled(kv, "t", TABLE, dtype)
         assert (found[1] == np.add(large, 2)).all()
         assert found[[20, 21, 22]].tolist() == [[1] * 6] * 3
+        some = RowSparse.empty(TABLE, dtype)
+        kv.row_sparse_pull("t", some, row_ids=[22, 3, 1])
+        assert np.array_equal(dtypes.widen(some.values), found[[1, 3, 22]])
 
     with job(3, 2, bigarray_bound=BOUND) as made:
         made.run(script)
@@ -352,21 +355,6 @@ def test_integers_are_stepped_by_a_rule_of_whole_numbers(job: Job) -> None:
         assert pulled(kv, "i", (3,), "int8").tolist() == [-116] * 3, "140 wraps around"
 
     with job(2, 1) as made:
-        made.run(script)
-
-
-def test_keys_of_one_call_have_multipliers_of_their_own(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init(["a", "b", "w"], [np.zeros(3, "f4"), np.zeros(3, "f4"), np.zeros(TABLE, "f4")])
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        kv.set_multipliers(lr={"a": 0.5, "w": 0.25})
-        kv.barrier()
-        kv.push(["a", "b", "w"], [np.ones(3, "f4"), np.ones(3, "f4"), np.ones(TABLE, "f4")])
-        assert pulled(kv, "a", (3,)).tolist() == [-1] * 3
-        assert pulled(kv, "b", (3,)).tolist() == [-2] * 3
-        assert (pulled(kv, "w", TABLE) == -0.5).all()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
         made.run(script)
 
 

@@ -99,13 +99,6 @@ def test_a_shortened_file_is_an_error(tmp_path: Path) -> None:
         read(tmp_path, {})
 
 
-def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    written(tmp_path, {})
-    (tmp_path / "data-1" / "server-0.npz").write_bytes(b"")
-    with pytest.raises(KVError, match="cannot be read"):
-        read(tmp_path, {})
-
-
 def test_a_changed_byte_is_an_error(tmp_path: Path) -> None:
     holds = written(tmp_path, {"0.0.weight": np.arange(1000, dtype=np.float64)})
     path = tmp_path / "data-1" / "server-0.npz"
@@ -116,7 +109,7 @@ def test_a_changed_byte_is_an_error(tmp_path: Path) -> None:
         read(tmp_path, holds)["0.0.weight"]
 
 
-@pytest.mark.parametrize("content", [b"PK\x03\x04 but no more", b"hello", b"\x93NUMPY", b"\x80\x04pickle."])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 but no more", b"hello", b"\x93NUMPY", b"\x80\x04pickle."])
 def test_what_is_no_npz_is_an_error(tmp_path: Path, content: bytes) -> None:
     written(tmp_path, {})
     (tmp_path / "data-1" / "server-0.npz").write_bytes(content)

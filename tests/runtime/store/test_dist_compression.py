@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store, shards_of
+from cluster import Cluster, open_store, run_job, shards_of
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
@@ -57,8 +57,7 @@ def test_compressed_cpu_2bit(workers: int) -> None:
                 value += moves * step
                 assert np.allclose(pulled(kv, key), value, rtol=1e-6), pushed
 
-    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, workers, 2, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
@@ -81,8 +80,7 @@ def test_compressed_cpu_1bit(workers: int, threshold: float) -> None:
                 value += moves * step
                 assert (pulled(kv, key) == value).all(), pushed
 
-    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, workers, 2, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("kind", ["1bit", "2bit", "topk", "1bit_scaled", "fp16"])
@@ -111,8 +109,7 @@ def test_random_gradients_move_the_value_as_a_simulated_quantiser_says(kind: str
                         expected[run] += RATE * coder.decode(payload, piece.length, checked)
                 assert np.allclose(pulled(kv, key).reshape(-1), expected, rtol=1e-5, atol=1e-5)
 
-    with Cluster(workers, 3, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, workers, 3, bigarray_bound=BOUND)
 
 
 def test_big_values_are_cut_by_words_of_their_codec(placement: str) -> None:
@@ -129,8 +126,7 @@ def test_big_values_are_cut_by_words_of_their_codec(placement: str) -> None:
             held[piece.server] += piece.length
         assert held == [488848, 488832, 488841]
 
-    with Cluster(1, 3, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 3)
 
 
 def test_pushpull_is_compressed_too() -> None:
@@ -145,8 +141,7 @@ def test_pushpull_is_compressed_too() -> None:
         kv.pushpull("wide", value, wait=False).wait()
         assert np.allclose(value, 1 + 0.5 * RATE * 2)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_bytes_on_the_wire_shrink() -> None:
@@ -160,8 +155,7 @@ def test_bytes_on_the_wire_shrink() -> None:
             sizes.append(sum(facts["bytes_in"] for facts in kv.stats()) - before)
         return sizes[0], sizes[1]
 
-    with Cluster(1, 2, over="inproc", bigarray_bound=BOUND) as job:
-        assert job.run(script) == [(6400, 400)]
+    assert run_job(script, 1, 2, bigarray_bound=BOUND) == [(6400, 400)]
 
 
 def test_small_values_other_types_and_rows_travel_as_they_are() -> None:
@@ -174,30 +168,7 @@ def test_small_values_other_types_and_rows_travel_as_they_are() -> None:
         assert (ints == 14).all()
         assert (wide == 0).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_float_types_are_compressed(dtype: str) -> None:
-    from distrun_runtime.arrays import dtypes
-
-    kind = dtypes.parse(dtype)
-
-    def of(value: float) -> Any:
-        return dtypes.narrow(np.full(WIDE, value, dtypes.work_dtype(kind)), kind)
-
-    def script(kv: KVStore) -> None:
-        kv.set_gradient_compression({"type": "2bit"})
-        kv.init("w", of(0))
-        out = of(-1)
-        kv.pushpull("w", of(0.25), out)
-        assert (dtypes.widen(out) == 0).all()
-        kv.pushpull("w", of(0.25), out)
-        assert (dtypes.widen(out) == 1).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_each_key_may_have_a_setting_of_its_own_and_lose_it() -> None:
@@ -214,8 +185,7 @@ def test_each_key_may_have_a_setting_of_its_own_and_lose_it() -> None:
         kv.pushpull("wide", full(0.25, WIDE), outs[1])
         assert np.allclose(outs[1], 0.5)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "2bit", "1bit_scaled"])
@@ -232,8 +202,7 @@ def test_a_round_is_compressed_on_the_way_back_and_all_workers_get_the_same(kind
         assert all(facts["bytes_out"] < 4 * 2 * 2 * 1600 * 4 for facts in kv.stats())
         return outs
 
-    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
-        one, two = job.run(script)
+    one, two = run_job(script, 2, 2, bigarray_bound=BOUND)
     for left, right in zip(one, two, strict=True):
         assert (left == right).all()
         assert left.any()
@@ -248,8 +217,7 @@ def test_a_weight_under_a_rule_comes_back_in_half_precision_only() -> None:
         kv.pushpull("wide", full(1 / 3, WIDE), out)
         assert (out == np.float32(np.float16(1 - np.float32(0.1) * (2 * np.float32(np.float16(1 / 3)))))).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_first_round_nothing_is_lost() -> None:
@@ -265,19 +233,7 @@ def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_fi
         kv.set_gradient_compression({"type": "2bit"})
         assert np.allclose(pulled(kv, "wide"), 1.3)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-def test_workers_that_compress_differently_are_told_at_init() -> None:
-    def script(kv: KVStore) -> None:
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5 + kv.rank})
-        with pytest.raises(KVError, match=r"key 'w'.*threshold=\d.5.*threshold=\d.5"):
-            kv.init("w", full(0, WIDE))
-        kv.init("small", full(0, SMALL))
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_what_is_not_finite_is_refused_and_changes_nothing() -> None:
@@ -291,8 +247,7 @@ def test_what_is_not_finite_is_refused_and_changes_nothing() -> None:
         assert (pulled(kv, "odd") == 1).all()
         assert (pulled(kv, "wide") == 1).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_the_sum_of_devices_is_compressed_once() -> None:
@@ -306,27 +261,7 @@ def test_the_sum_of_devices_is_compressed_once() -> None:
         assert list(residuals) == ["wide"]
         assert np.allclose(residuals["wide"], 0.1)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script, "dist_device_sync")
-
-
-def test_a_scale_is_applied_after_compression() -> None:
-    def script(kv: KVStore) -> None:
-        start(kv, type="2bit")
-        kv.push("wide", full(0.5, WIDE), scale=0.25)
-        assert (pulled(kv, "wide") == 1 + 0.5 * 0.25 * RATE * 2).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-def test_the_settings_of_the_record_are_those_of_the_compressor() -> None:
-    record = KeyRecord.of("w", 0, full(0, WIDE))
-    compressor = Compressor()
-    compressor.set(Compression.of({"type": "topk", "ratio": 0.5}))
-    found = compressor.of(record)
-    assert found is not None
-    assert found.params == {"ratio": 0.5}
+    run_job(script, type_name="dist_device_sync", bigarray_bound=BOUND)
 
 
 MANY = {"a": (256,), "b": (16, 3), "c": (7,), "d": (64,), "e": (33,), "f": (300, 300), "g": (32,)}
@@ -397,5 +332,4 @@ def test_a_skipped_and_an_assigned_value_leave_nothing_of_an_encoded_round(kind:
             kv.pushpull(keys, [full(2, shape) for shape in MANY.values()], out=outs)
             assert all((out == 2 * kv.num_workers).all() for out in outs)
 
-    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, 2, 2, bigarray_bound=BOUND)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster
+from cluster import DEADLINE_S, Cluster, run_job
 
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
@@ -22,51 +22,6 @@ BOUND = 1000
 
 def ones(shape: tuple[int, ...] = SHAPE) -> Any:
     return np.ones(shape, "float32")
-
-
-def test_counters_say_what_went_through_each_server(placement: str) -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init(["w", "v"], [ones(), ones(WIDE)])
-        before = kv.stats()
-        kv.barrier()
-        for _ in range(3):
-            kv.pushpull("v", ones(WIDE))
-        kv.barrier()
-        return before, kv.stats()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        (before, after), (_, other) = job.run(script)
-    # `v` is on both servers: by size in four shards (512, 512, 512 and 64 elements), as MXNet has it in halves.
-    sizes, shards = ([1024, 576], [2, 2]) if placement == "size" else ([800, 800], [1, 1])
-    assert [facts["server"] for facts in after] == ["server-0", "server-1"]
-    assert sum(facts["keys"] for facts in after) == 3
-    assert [facts["rounds"] for facts in after] == [3, 3]
-    for first, last, size, count in zip(before, after, sizes, shards, strict=True):
-        assert last["bytes_in"] - first["bytes_in"] == 3 * 2 * size * 4
-        assert last["bytes_out"] - first["bytes_out"] == 3 * 2 * size * 4
-        assert last["updates"] - first["updates"] == 3 * count
-        assert last["queue"] == 0
-    assert other == after
-
-
-def test_the_queue_has_pulls_that_wait_for_their_round() -> None:
-    seen = threading.Event()
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", ones())
-        if kv.rank == 0:
-            out = ones()
-            pending = kv.pushpull("w", ones(), out, wait=False)
-            while not any(facts["queue"] for facts in kv.stats()):
-                assert not pending.is_done
-            seen.set()
-            pending.wait()
-        else:
-            assert seen.wait(DEADLINE_S)
-            kv.push("w", ones())
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
 
 
 def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
@@ -90,8 +45,7 @@ def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
         kv.barrier()
         return [facts["staleness"] for facts in kv.stats() if facts["keys"]]
 
-    with Cluster(over="inproc") as job:
-        [found] = job.run(script, "dist_async")[0]
+    [found] = run_job(script, type_name="dist_async")[0]
     assert found["1"] == {"mean": 3.0, "max": 3, "pushes": 1}
     assert found["0"]["pushes"] == 3
 
@@ -109,8 +63,7 @@ def test_a_profile_writes_a_trace_for_every_worker_and_server(tmp_path: Path) ->
             kv.barrier()
         kv.pull("w", ones())
 
-    with Cluster(3, 3, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, 3, 3, bigarray_bound=BOUND)
     names = ["server-0.json", "server-1.json", "server-2.json", "worker-0.json", "worker-1.json", "worker-2.json"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
     for name in names:
@@ -133,22 +86,21 @@ def test_a_trace_that_cannot_be_written_does_not_leave_the_servers_recording(tmp
         with kv.profile(tmp_path / "again"):
             kv.pull("w", ones())
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
     assert (tmp_path / "again" / "server-0.json").exists()
 
 
 def test_one_profile_at_a_time(tmp_path: Path) -> None:
     def script(kv: KVStore) -> None:
         kv.init("w", ones())
-        with kv.profile(tmp_path), pytest.raises(KVError, match="already"), kv.profile(tmp_path / "other"):
+        already = "worker-0 is being profiled already"
+        with kv.profile(tmp_path), pytest.raises(KVError, match=already), kv.profile(tmp_path / "other"):
             pass
-        kv.barrier()
+        assert not (tmp_path / "other").exists(), "it is refused before anything is made"
         with kv.profile(tmp_path / "again"):
             kv.pull("w", ones())
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
     assert (tmp_path / "again" / "server-0.json").exists()
 
 
@@ -178,5 +130,4 @@ def test_the_store_is_capable_of_an_optimizer() -> None:
     def script(kv: KVStore) -> None:
         assert kv.is_capable("optimizer") is True
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)

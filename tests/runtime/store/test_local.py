@@ -293,16 +293,6 @@ def test_a_double_init_changes_nothing() -> None:
     assert np.array_equal(pulled(kv, 3), np.zeros(SHAPE))
 
 
-def test_a_rule_updates_what_is_stored() -> None:
-    kv = filled("a", STR_KEYS)
-    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
-    kv.push("a", [np.ones(SHAPE), np.ones(SHAPE)])
-    assert np.array_equal(pulled(kv, "a"), np.full(SHAPE, -1.0))
-    kv.push("a", np.ones(SHAPE))
-    assert np.array_equal(pulled(kv, "a"), np.full(SHAPE, -2.0))
-    assert np.array_equal(pulled(kv, "b"), np.zeros(SHAPE))
-
-
 def test_an_equal_optimizer_keeps_state_and_a_different_one_needs_replace() -> None:
     kv = filled(3, INT_KEYS)
     kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
@@ -428,6 +418,14 @@ def test_a_closed_local_store_says_so() -> None:
     for call in calls:
         with pytest.raises(StoreClosed):
             call()
+
+
+def test_an_error_that_leaves_its_block_closes_a_local_store() -> None:
+    kv = filled(3, INT_KEYS)
+    with pytest.raises(ArithmeticError), kv:
+        raise ArithmeticError
+    with pytest.raises(StoreClosed):
+        kv.pull(3, np.ones(SHAPE))
 
 
 def test_membership_of_one_returns_at_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import run_job
 from rules_of_users import Choosy
 
 from distrun_runtime import kvstore
@@ -122,8 +122,7 @@ def test_residuals_of_all_devices_are_one_in_a_job(tmp_path: Path) -> None:
         kv.pushpull("w", np.zeros(3, np.float32), out=out)
         return [float(number) for number in out]
 
-    with Cluster(1, 1, over="inproc") as cluster:
-        assert cluster.run(in_job) == [[0.5, 0.5, 0.5]]
+    assert run_job(in_job, 1, 1) == [[0.5, 0.5, 0.5]]
 
 
 def test_residuals_of_several_workers_are_dropped_with_a_warning(tmp_path: Path) -> None:
@@ -135,8 +134,7 @@ def test_residuals_of_several_workers_are_dropped_with_a_warning(tmp_path: Path)
         kv.pushpull("w", np.full(3, 0.4, np.float32), out=np.empty(3, np.float32))
         kv.save_states(tmp_path)
 
-    with Cluster(2, 1, over="inproc") as cluster:
-        cluster.run(in_job)
+    run_job(in_job, 2, 1)
     kv = kvstore.create("device")
     kv.set_gradient_compression(setting)
     kv.init("w", np.zeros(3, np.float32))
@@ -271,16 +269,14 @@ def test_a_jobs_states_are_loaded_here_and_ours_in_a_job_of_another_size(tmp_pat
         push(kv)
         return everything(kv)
 
-    with Cluster(1, 2, over="inproc", bigarray_bound=3, partition="mxnet") as cluster:
-        (expected,) = cluster.run(in_job)
+    (expected,) = run_job(in_job, 1, 2, bigarray_bound=3, partition="mxnet")
     kv = filled()
     kv.load_states(tmp_path)
     push(kv)
     assert everything(kv) == expected
     kv.save_states(tmp_path)
     push(kv)
-    with Cluster(1, 3, over="inproc", bigarray_bound=2, partition="mxnet") as cluster:
-        assert cluster.run(in_job) == [everything(kv)]
+    assert run_job(in_job, 1, 3, bigarray_bound=2, partition="mxnet") == [everything(kv)]
 
 
 def test_a_profile_into_a_folder_that_cannot_be_does_not_begin(tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def test_no_numbers_read_nothing(kv: KVStore) -> None:
         (np.array([2**63], np.uint64), "key 't': row 9223372036854775808"),
         (np.array([0.5]), "key 't': row 0.5"),
         (np.array([np.nan]), "key 't': row nan"),
+        (np.array([np.inf]), "key 't': row inf"),
+        ([2.0**70], "key 't': row 1.18"),
         ("rows", "key 't'"),
+        (["a"], "key 't': row_ids are whole numbers, not str"),
     ],
 )
 def test_a_number_that_is_no_row_is_an_error_that_names_it(kv: KVStore, ids: object, words: str) -> None:

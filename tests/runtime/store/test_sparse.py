@@ -184,20 +184,6 @@ def test_repr_says_how_much_of_what() -> None:
     assert repr(RowSparse(np.ones((1, 2)), [1], (3, 2))) == "RowSparse(1 of 3 rows, shape (3, 2), float64)"
 
 
-@pytest.mark.parametrize("given", [[[2, 0], [2, 1]], np.array([2.0, 0, 2, 1], "f4"), np.array([2, 0, 2, 1], np.uint8)])
-def test_row_numbers_are_whole_numbers_of_any_shape_and_type(given: object) -> None:
-    found = row_numbers(given, 3, "key 'a'")
-    assert found.dtype == np.int64
-    assert found.tolist() == [2, 0, 2, 1]
-    assert row_numbers([], 0, "key 'a'").tolist() == []
-
-
-@pytest.mark.parametrize("given", [0.5, np.nan, np.inf, -1, 3, 2.0**70, np.uint64(2**63)])
-def test_row_numbers_out_of_range_or_not_whole_are_refused_with_the_key(given: object) -> None:
-    with pytest.raises(KVError, match=r"key 'a': row .*, expected whole numbers from 0 to 2: the value has 3 rows"):
-        row_numbers([given], 3, "key 'a'")
-
-
 @pytest.mark.parametrize(
     ("dtype", "first"), [("float16", 2048), ("bfloat16", 256), ("float32", 2**24), ("float64", 2**53)]
 )

@@ -41,7 +41,9 @@ class Sending:
             is_shared=lambda array: False,
             stages=Stages(),
         )
-        link: Any = SimpleNamespace(store=1, node=node, relays={}, ask=self._ask, stage=lambda stage: nullcontext())
+        link: Any = SimpleNamespace(
+            store=1, epoch=0, node=node, relays={}, ask=self._ask, stage=lambda stage: nullcontext()
+        )
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
