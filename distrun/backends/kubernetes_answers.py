@@ -19,7 +19,7 @@ from distrun.request import Needs
 from distrun_runtime.contract import facts
 
 JOB_LABEL, ROLE_LABEL, USER_LABEL = "distrun/job", "distrun/role", "distrun/user"
-"""Labels: the job's marker, of all its objects; the role, of a Job and its pods; whose a Job is."""
+"""Labels: the job's marker, of all its objects; the role and the user, of a Job and its pods."""
 HOST_NOTE = "distrun/host"
 """Annotation of a Job: the machine on which it was launched."""
 INDEX = "batch.kubernetes.io/job-completion-index"
