@@ -240,8 +240,8 @@ def standing(found: Objects, seen: Objects, has_run: bool = False, limit: Explan
             no other one.
         limit: what the Jobs' deadline means.
     """
-    places = {f"{job.role}-{index}": job for job in seen.jobs for index in range(job.wanted)}
-    there = {pod.place: pod for pod in found.pods}
+    places = [f"{job.role}-{index}" for job in seen.jobs for index in range(job.wanted)]
+    there = {pod.place for pod in found.pods}
     gone = {pod.place: str(pod.ended) or str(pod.why) or "its pod has ended" for pod in found.pods if pod.is_over}
     whole = explanation(found, seen, "", limit)
     if all(job.is_over for job in found.jobs):
@@ -258,7 +258,7 @@ def standing(found: Objects, seen: Objects, has_run: bool = False, limit: Explan
             text = why.text if why else gone.get(place, "its pod has gone")
             return QueueStatus(ENDED, f"{place}: {text}" if place else text, why=why)
     up = [pod for pod in found.pods if pod.phase == "Running" and not pod.is_deleted]
-    if has_run or {pod.place for pod in up} == places.keys():
+    if has_run or {pod.place for pod in up} == set(places):
         return QueueStatus(RUNNING, "", tuple(Grant(pod.place, pod.node, {pod.role: 1}) for pod in found.pods), gone)
     first = next((f"; {pod.place}: {pod.pending()}" for pod in found.pods if pod.phase == "Pending"), "")
     return QueueStatus(QUEUED, f"{len(up)} of {len(places)} pods run{first}")

@@ -47,6 +47,7 @@ from distrun.backends.kubernetes import (
     volumes_of,
 )
 from distrun.backends.kubernetes_answers import Objects, Reason
+from distrun.backends.queue import QueueBackend
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract.plan import SERVER, WORKER
@@ -576,6 +577,8 @@ class Recorded(Kubernetes):
         self.found: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
         self.asked: list[str] = []
         self.fails: set[str] = set()
+        self.goes_with = "pods"
+        """What is deleted when all has gone."""
         self.node = json.dumps({"status": {"conditions": []}})
         monkeypatch.setattr(engines, "clock", lambda: self.now)
         monkeypatch.setattr(engines, "tries", lambda _: range(3))
@@ -586,7 +589,7 @@ class Recorded(Kubernetes):
         self.asked.append(" ".join(words[:3]))
         if words[1] in self.fails:
             raise EngineError(f"kubectl says: {words[1]} is forbidden")
-        if words[:2] == ("delete", "pods"):
+        if words[:2] == ("delete", self.goes_with):
             self.found["items"] = []
         if words[:2] == ("get", "node"):
             return self.node
@@ -634,11 +637,13 @@ def test_looking_at_a_job_that_has_ended_deletes_nothing_and_its_cause_stays_kno
     assert told.code == 137
 
 
-def test_a_job_is_gone_when_its_jobs_are_whatever_has_ended_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_job_that_has_ended_leaves_is_deleted_by_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Recorded(monkeypatch, "oom")
-    assert not engine.is_gone(HANDLE)
-    engine.found["items"] = []
-    assert engine.is_gone(HANDLE)
+    engine.goes_with = "jobs"
+    assert QueueBackend(engine).cancelled(HANDLE)
+    assert engine.counts("delete jobs") == 1
+    assert not QueueBackend(engine).cancelled(HANDLE)
+    assert engine.counts("delete jobs") == 1
 
 
 @pytest.mark.parametrize(
