@@ -411,17 +411,12 @@ def template(name: str, options: EngineOptions) -> str:
 
 
 def refuse_queue_options(
-    options: EngineOptions,
-    why: str,
-    instead: str,
-    more: Mapping[str, object] = MappingProxyType({}),
-    *,
-    takes: str = "",
+    options: EngineOptions, why: str, instead: str, more: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raise UsageError for an option of those that a queue is asked by, but `takes`, or of `more`. No side effects."""
-    given = {"--queue": options.queue, "--time": options.time_s, "--project": options.project, **more}
+    """Raise UsageError for --queue, --project and the options of `more`, if they are given. No side effects."""
+    given = {"--queue": options.queue, "--project": options.project, **more}
     for option, value in given.items():
-        if value and option != takes:
+        if value:
             raise UsageError(f"{option} has no meaning here: {why}", f"leave {option} out, or {instead}")
 
 

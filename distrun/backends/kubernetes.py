@@ -161,7 +161,7 @@ class Kubernetes(Engine):
         """Check the options, and look whether a node has room for each task."""
         self.options = options = submission.options
         why = "Kubernetes has no such queues"
-        refuse_queue_options(options, why, "use --namespace and --node-selector", takes="--time")
+        refuse_queue_options(options, why, "use --namespace and --node-selector")
         for group in submission.groups:
             pod_spec(submission, group.role, group.needs)  # raises UsageError for an option of pods
         try:
