@@ -261,6 +261,14 @@ class Engine(ABC):
             EngineError: the engine does not answer just now.
         """
 
+    def handle(self, submission: Submission) -> Handle | None:
+        """Return what a job will be called; None: that is known only when it has been submitted."""
+        return None
+
+    def is_gone(self, handle: Handle) -> bool:
+        """Return whether the engine keeps nothing of a job that `cancel` would remove. Raises EngineError."""
+        return self.look(handle).state == ENDED
+
     @abstractmethod
     def cancel(self, handle: Handle) -> None:
         """Have the engine end the job; one that has ended or is unknown is no error. Raises EngineError."""
@@ -405,8 +413,8 @@ def template(name: str, options: EngineOptions) -> str:
 def refuse_queue_options(
     options: EngineOptions, why: str, instead: str, more: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raise UsageError for an option of those that a queue is asked by, or of `more`. No side effects."""
-    given = {"--queue": options.queue, "--time": options.time_s, "--project": options.project, **more}
+    """Raise UsageError for --queue, --project and the options of `more`, if they are given. No side effects."""
+    given = {"--queue": options.queue, "--project": options.project, **more}
     for option, value in given.items():
         if value:
             raise UsageError(f"{option} has no meaning here: {why}", f"leave {option} out, or {instead}")

@@ -3,8 +3,9 @@
 * What is submitted has nothing of the user's but what the options say of pods. The enrolment secret is a Secret that
   the Jobs own, so that it goes with them. Pods get no token of the API.
 * Order matters, for this process may be killed at any time: Jobs without pods, then the Secret, then the Jobs' pods.
-* A Job has a deadline (`LEASE_S`) that this process puts off while the job waits and begins. If it dies, Kubernetes
-  ends the job. Once the agents are connected they see to that, and the deadline is the user's `--time`, or none.
+* A Job has a deadline, the lease (`LEASE_S`), which this process renews while the job waits and begins. If it dies,
+  Kubernetes ends the job. Once the agents are connected they see to that, and the deadline is the user's `--time`, or
+  none.
 * One pod that fails ends no other (`backoffLimitPerIndex`, Kubernetes 1.29): the coordinator ends them in order.
 
 Jobs of a JobSet would be no gain: agents bring their addresses and the coordinator orders start and end, while the
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import socket
 import time
@@ -42,8 +44,8 @@ from distrun.backends.engine import (
     QueueStatus,
     Script,
     Submission,
+    check_size,
     execute,
-    fits,
     hint_of,
     merged,
     refuse_queue_options,
@@ -60,12 +62,12 @@ JOBS = "jobs.json"
 INDEX_VARIABLE, PLACE, SECRET = "DISTRUN_POD_INDEX", "DISTRUN_POD", "DISTRUN_ENROLMENT"
 """Variables of a pod: its index, its place made of that, and the secret, which the bootstrap takes out."""
 NAME_LENGTH = 50
-"""Of a Job's name before `-worker`: its pods' host names (`NAME-worker-65535`) may have 63 characters."""
+"""Length of a Job's name without `-worker`: host names of its pods (`NAME-worker-65535`) have at most 63 characters."""
 GPU = "nvidia.com/gpu"
 LEASE_S = 300
 """How long Kubernetes keeps a job whose launcher is gone before its agents are connected."""
 SETTLED_S = 60.0
-"""So long after all pods have begun to run, their agents are connected, or the job has failed."""
+"""Time after all pods have begun to run, in seconds, when their agents are connected, or the job has failed."""
 KEPT_S = 300
 """How long Kubernetes keeps a Job that has ended and was not deleted."""
 BOOT_S = 86400.0
@@ -73,8 +75,10 @@ BOOT_S = 86400.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """What a pod with a ServiceAccount's token has, by which kubectl finds the cluster."""
 EXPLAIN_S = 4.0
-GONE_S = 5.0
-"""How long a job that is deleted is waited for, before its pods on lost nodes are given up."""
+GONE_S = 60.0
+"""Time limit for a job that is deleted, in seconds. Kubernetes takes up to 55 s to notice that a node is lost."""
+POD_S = 0.02
+"""Least time between two looks at a job, in seconds for each of its pods: they are 10 kB each."""
 
 MISSING = "install kubectl, or name it in the configuration file:  kubectl = PATH in [kubernetes]"
 UNREACHABLE = (
@@ -106,6 +110,9 @@ HINTS = {
 }
 """What to do about what kubectl or the cluster has said, by words in it."""
 
+UNNAMED = re.compile("selfsubjectreviews|forbidden|unknown command", re.IGNORECASE)
+"""What kubectl says if the cluster does not tell users what it calls them, or if it is too old to ask."""
+
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"{_NAME}(\.{_NAME})*"
 _WORD = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
@@ -120,8 +127,10 @@ class KubernetesPreparation(Preparation):
 
     context: str = ""
     """kubectl's; empty: it has none, as in a pod of the cluster."""
+    namespace: str = ""
+    """Where the job is created; empty: kubectl's own."""
     user: str = ""
-    """Whose the job is, as a label."""
+    """The label that stands for the user."""
     host: str = "{host}"
     """This machine."""
 
@@ -131,20 +140,20 @@ class Kubernetes(Engine):
 
     name = "kubernetes"
     hides = (INDEX_VARIABLE, PLACE, "JOB_COMPLETION_INDEX")
-    dial_s = 45.0  # a pod may try several addresses in vain, for 5 s each
+    dial_s = 45.0
     unreachable = UNREACHABLE
 
     def __init__(self) -> None:
         self._seen = Objects((), ())
-        """All that was seen of the job that this process submitted, as it was last."""
-        self._is_cancelled = False
-        """By this process."""
-        self._lease: JobDeadline | None = None
-        """Of the job that this process submitted, until its deadline is the last one."""
+        """All objects of the job that this process submitted, as they were last seen."""
+        self._seen_at = 0.0
+        """When its Jobs were last seen, by `clock`."""
+        self._lease = JobLease(0.0, None)
+        """The lease of the job that this process submitted."""
         self._ran_at: float | None = None
-        """When all pods were first seen to run."""
-        self._places: frozenset[str] = frozenset()
-        """Those of a job that has run."""
+        """When all pods were first seen to run, by `clock`."""
+        self._told = QueueStatus(QUEUED)
+        """How the job stood when its objects were last seen."""
 
     # ------------------------------------------------------------------ before submitting
 
@@ -152,24 +161,27 @@ class Kubernetes(Engine):
         """Check the options, and look whether a node has room for each task."""
         self.options = options = submission.options
         why = "Kubernetes has no such queues"
-        refuse_queue_options(options._replace(time_s=None), why, "use --namespace and --node-selector")
-        _matched("--namespace", options.own.get("namespace", ""), f"({_NAME})?", "a namespace's name")
+        refuse_queue_options(options, why, "use --namespace and --node-selector")
         for group in submission.groups:
-            pod_spec(submission, group.role, group.needs)  # refuses what the options cannot be
+            pod_spec(submission, group.role, group.needs)  # raises UsageError for an option of pods
         try:
-            context, user = self._context(), self._user()
+            (context, namespace), user = self._context(), self._user()
         except EngineError:
             if not submission.is_dry:
                 raise
             return KubernetesPreparation()
         note = ""
-        with contextlib.suppress(EngineError):  # it may not look at nodes
-            note = too_big(submission, self._nodes())
-        return KubernetesPreparation(note, context, user, socket.gethostname())
+        try:
+            check_size(submission.groups, self._nodes(), "node of the cluster", "")
+        except UsageError as err:
+            note = f"{err}: the job waits until there is one"  # which may be added
+        except EngineError:
+            pass  # this user may not look at nodes
+        return KubernetesPreparation(note, context, namespace, user, socket.gethostname())
 
     def render(self, submission: Submission) -> Script:
         """Return the Jobs, without pods as yet, and the commands that create them, their Secret and their pods."""
-        where = self._where(submission.found.context)
+        where = self._where(submission.found.context, submission.found.namespace)
         text = json.dumps(jobs(submission), indent=1) + "\n"
         create = (*where, "create", f"--filename={submission.folder / JOBS}")
         secret = (*where, "create", "--filename=-")
@@ -180,37 +192,44 @@ class Kubernetes(Engine):
         return Script({JOBS: text}, (create, secret, *begin))
 
     def _where(self, context: str, namespace: str = "") -> tuple[str, ...]:
-        """Return kubectl with its cluster and namespace."""
-        words = [self.options.config.get("kubectl", "kubectl")]
+        """Return kubectl with its cluster and namespace. Raises UsageError: --namespace is no name of one."""
+        words = [os.path.expanduser(self.options.config.get("kubectl", "kubectl"))]
         words += [f"--context={context}"] if context else []
-        namespace = namespace or self.options.own.get("namespace", "")
+        given = self.options.own.get("namespace", "")
+        namespace = namespace or _matched("--namespace", given, f"({_NAME})?", "a namespace's name")[0]
         return (*words, f"--namespace={namespace}") if namespace else tuple(words)
 
-    def _context(self) -> str:
-        """Return kubectl's context, if it has a configuration. Raises EngineError: kubectl is not here."""
-        told = execute((*self._where(""), "config", "current-context"), MISSING)
-        return "" if told.code else told.out.strip()
+    def _context(self) -> tuple[str, str]:
+        """Return kubectl's context (empty: it has no configuration) and the namespace. Raises EngineError."""
+        form = r'--output=jsonpath={.current-context}{"\n"}{.contexts[0].context.namespace}'
+        told = execute((*self._where(""), "config", "view", "--minify", form), MISSING)
+        context, _, namespace = ("" if told.code else told.out).partition("\n")
+        namespace = namespace if context else text_of(ACCOUNT / "namespace").strip()
+        return context, self.options.own.get("namespace", "") or namespace
 
     def _user(self) -> str:
-        """Return a label for the user: as the cluster knows it, and by the login here. Raises EngineError."""
+        """Return the label of the user, made of the cluster's name and the login name here. Raises EngineError."""
         words = ("auth", "whoami", "--output=jsonpath={.status.userInfo.username}")
-        known = execute((*self._where(""), *words), MISSING).out  # nothing, if the cluster does not let it ask
-        return hashlib.sha256(f"{known}/{process.user_name()}".encode()).hexdigest()[:16]
+        told = execute((*self._where(""), *words), MISSING)
+        if told.code and not UNNAMED.search(told.err):  # by another label the job would not be found again
+            raise EngineError(f"kubectl says: {told.said}", hint_of(told.said, HINTS))
+        return hashlib.sha256(f"{told.out}/{process.user_name()}".encode()).hexdigest()[:16]
 
     # ------------------------------------------------------------------ the job in the cluster
+
+    def handle(self, submission: Submission) -> Handle:
+        """Return the job's label, and where it is created."""
+        found: KubernetesPreparation = submission.found
+        return Handle(self.name, submission.marker, {"context": found.context, "namespace": found.namespace})
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Create the Jobs, their Secret, and then their pods."""
         create, secret, *begin = script.commands
-        found: KubernetesPreparation = submission.found
-        handle = Handle(self.name, submission.marker, {"context": found.context, "namespace": ""})
+        handle = self.handle(submission)
         try:
+            self._lease = JobLease(clock(), submission.options.time_s)
             self._run(create)
-            made = self._objects(handle)
-            namespace = made.jobs[0].namespace
-            handle = handle._replace(more={**handle.more, "namespace": namespace})
-            self._run(secret, text=json.dumps(owned_secret(submission, made.jobs)))
-            self._lease = JobDeadline(time.monotonic(), submission.options.time_s)
+            self._run(secret, text=json.dumps(owned_secret(submission, self._objects(handle).jobs)))
             for argv in begin:
                 self._run(argv)
         except BaseException:
@@ -220,21 +239,24 @@ class Kubernetes(Engine):
         return handle
 
     def look(self, handle: Handle) -> QueueStatus:
-        """Ask for the job's objects, and for the events of what is slow. A job that has ended is deleted."""
+        """Ask for the job's objects, and for the events of what is slow; renew the lease. Of a job that was submitted.
+
+        A job with many pods is not asked for each time.
+        """
+        if clock() < self._seen_at + POD_S * len(self._seen.pods):
+            return self._told
         found = self._objects(handle)
-        if not found.jobs:
-            text = "it was deleted" if self._seen.jobs else "Kubernetes does not know it"
-            return QueueStatus(ENDED, text, why=None if self._is_cancelled else answers.explanation(found, ""))
-        status = answers.standing(found, self._places)
-        if status.state == QUEUED:
-            status = self._with_warning(handle, found, status)
+        if self._is_forgotten(found) and self._ran_at is None:
+            return QueueStatus(ENDED, answers.FORGOTTEN.text, why=answers.FORGOTTEN)
+        status = answers.standing(found, self._seen, self._ran_at is not None, self._lease.limit(self._ran_at))
         if status.state == RUNNING and self._ran_at is None:
-            self._ran_at = time.monotonic()
-            self._places = frozenset(each.place for each in status.grants)
-        if status.state == ENDED:
-            self.cancel(handle)
-        elif self._lease is not None:
-            self._put_off(handle, self._lease, found)
+            self._ran_at = clock()
+        if status.state != ENDED:
+            self._renew(handle, found)
+        if status.state == QUEUED:
+            with contextlib.suppress(EngineError):  # this user may not list events
+                status = self._with_warning(handle, found, status)
+        self._told = status
         return status
 
     def _with_warning(self, handle: Handle, found: Objects, status: QueueStatus) -> QueueStatus:
@@ -250,46 +272,47 @@ class Kubernetes(Engine):
             return QueueStatus(ENDED, f"no pod is allowed: {refused}" + (f"; {hint}" if hint else ""))
         return status._replace(text=f"{status.text}; {warning}") if warning.word else status
 
-    def _put_off(self, handle: Handle, lease: JobDeadline, found: Objects) -> None:
+    def _renew(self, handle: Handle, found: Objects) -> None:
         """Give the job a later deadline, if it is time."""
-        now = time.monotonic()
-        deadline_s = lease.renewed(now, self._ran_at)
-        for job in found.jobs if deadline_s != lease.granted_s else ():
+        deadline_s = self._lease.renewed(clock(), self._ran_at)
+        for job in found.jobs if deadline_s != self._lease.granted_s else ():
             patch = _spec(activeDeadlineSeconds=deadline_s)
             self._ask(handle, "patch", "job", job.name, "--type=merge", patch)
-        if deadline_s is None or is_settled(now, self._ran_at):
-            self._lease = None
-        else:
-            self._lease = lease._replace(granted_s=deadline_s)
+        self._lease = self._lease._replace(granted_s=deadline_s)
+
+    def _is_forgotten(self, found: Objects) -> bool:
+        """Return whether the Jobs may have ended by themselves, and have been deleted, while this process slept."""
+        return not found.jobs and clock() > self._seen_at + LEASE_S
+
+    def is_gone(self, handle: Handle) -> bool:
+        """Return whether the job has no Jobs any more. Those that have ended are there for KEPT_S."""
+        return not self._objects(handle).jobs
 
     def cancel(self, handle: Handle) -> None:
-        """Delete the Jobs, and with them pods and Secret. Pods of lost nodes are given up: agents end by themselves."""
-        self._is_cancelled = True
+        """Delete the Jobs, and with them pods and Secret. Pods of lost nodes are removed: agents end by themselves."""
         options = ("--cascade=foreground", "--wait=false", "--ignore-not-found")
         self._ask(handle, "delete", "jobs", _selected(handle.id), *options)
-        found = Objects((), ())
+        force = ("--force", "--grace-period=0", "--wait=false", "--ignore-not-found")
         for _ in tries(GONE_S):
             found = self._objects(handle)
             if not found.jobs:
                 return
-        lost = [pod.name for pod in found.pods if pod.may_be_lost and self._lost(handle, pod.node)]
-        if lost:
-            self._ask(
-                handle, "delete", "pods", *lost, "--force", "--grace-period=0", "--wait=false", "--ignore-not-found"
-            )
+            lost = [pod.name for pod in found.pods if pod.may_be_lost and self._lost(handle, pod.node)]
+            if lost:
+                self._ask(handle, "delete", "pods", *lost, *force)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what the job's objects say, the last ones that were seen of it; waits a little for a pod's end."""
+        found, limit = self._seen, self._lease.limit(self._ran_at)
         for _ in tries(EXPLAIN_S):
-            found = self._objects(handle)
-            if not found.jobs and self._is_cancelled:
-                found = self._seen
-            told = answers.explanation(found, place, self._seen.pods)
-            if told is not None:
-                return told
+            with contextlib.suppress(EngineError):  # what was seen before may tell
+                found = self._objects(handle)
+            if self._is_forgotten(found):
+                return answers.FORGOTTEN if self._ran_at is None else None
+            told = answers.explanation(found, self._seen, place, limit)
             mine = next((pod for pod in found.pods if pod.place == place), None)
-            if mine is None or mine.is_over:
-                return None
+            if told is not None or mine is None or mine.is_over:
+                return told
             if mine.may_be_lost and (why := self._lost(handle, mine.node)):
                 return Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: the node {mine.node} is lost: {why}", mine.node)
         return None
@@ -303,7 +326,7 @@ class Kubernetes(Engine):
 
     def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs in the namespace."""
-        context = self._context()
+        context, _ = self._context()
         text = self._ask(None, "get", "jobs", f"--selector={USER_LABEL}={self._user()}", "--output=json")
         found = {}
         for job in Objects.of(text).jobs:
@@ -318,13 +341,11 @@ class Kubernetes(Engine):
         number = [int(re.sub(r"\D", "", server[each]) or 0) for each in ("major", "minor")]
         is_old = [0, 0] < number < [1, 29]
         yield CheckResult(not is_old, f"Kubernetes {server['gitVersion']}", "1.29 or newer is needed")
-        context = self._context()
-        words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
-        own = self._ask(None, *words) if context else text_of(ACCOUNT / "namespace")
-        namespace = self.options.own.get("namespace") or own or "default"
+        context, own = self._context()
+        namespace = own or "default"
         where = f"context {context}" if context else "inside the cluster"
         yield CheckResult(True, f"{where}; namespace {namespace}")
-        may_not = [" ".join(each) for each in RIGHTS if execute((*self._where(""), "auth", "can-i", *each)).code]
+        may_not = [" ".join(each) for each in RIGHTS if not self._may(*each)]
         text = (
             f"this user may not: {', '.join(may_not)}" if may_not else "this user may create and delete what a job has"
         )
@@ -336,8 +357,15 @@ class Kubernetes(Engine):
             yield CheckResult(True, "nodes: this user may not look at them; a lost one is told by its pods")
             return
         most = max(nodes, key=lambda each: each.memory, default=Needs())
-        size = f"the largest has {most.cores} cores, {most.memory // MIB} MiB, {most.gpus} GPUs" if nodes else ""
+        size = f"the largest has {most.cores} cores, {most.memory // MIB} MiB; GPUs: {most.gpus}" if nodes else ""
         yield CheckResult(bool(nodes), f"{len(nodes)} nodes take pods; {size}", "kubectl get nodes")
+
+    def _may(self, *right: str) -> bool:
+        """Return whether this user may do something. Raises EngineError: kubectl cannot tell."""
+        told = execute((*self._where(""), "auth", "can-i", *right), MISSING)
+        if told.out.split()[:1] not in (["yes"], ["no"]):
+            raise EngineError(f"kubectl says: {told.said}", hint_of(told.said, HINTS))
+        return not told.code
 
     def _pod_security(self, namespace: str) -> CheckResult:
         label = r"pod-security\.kubernetes\.io/enforce"
@@ -357,6 +385,7 @@ class Kubernetes(Engine):
     def _objects(self, handle: Handle) -> Objects:
         found = Objects.of(self._ask(handle, "get", "jobs,pods", _selected(handle.id), "--output=json"))
         self._seen = self._seen.then(found)
+        self._seen_at = clock() if found.jobs else self._seen_at
         return found
 
     def _ask(self, handle: Handle | None, *words: str) -> str:
@@ -375,30 +404,38 @@ class Kubernetes(Engine):
 # ---------------------------------------------------------------------- pure
 
 
-class JobDeadline(NamedTuple):
+def clock() -> float:
+    """Return this machine's clock that only goes forward, in seconds; it goes on while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class JobLease(NamedTuple):
     """The deadline of a job. Kubernetes counts it from the job's start."""
 
     start: float
-    """When it was submitted, by this machine's clock that only goes forward."""
+    """When it was submitted, by `clock`."""
     time_s: float | None
     """How long it may run (--time)."""
-    granted_s: int = LEASE_S
-    """Its deadline now."""
+    granted_s: int | None = LEASE_S
+    """Its deadline now; None: it has none."""
 
     def renewed(self, now: float, ran_at: float | None) -> int | None:
         """Return the deadline that it is to have; None: none. `ran_at`: when it began to run; None: it waits."""
-        last = None if ran_at is None or self.time_s is None else round(ran_at - self.start + self.time_s)
-        if is_settled(now, ran_at):
+        last = self._last(ran_at)
+        if self.granted_s is None or (ran_at is not None and now >= ran_at + SETTLED_S):
             return last
         elapsed_s = now - self.start
         is_late = self.granted_s - elapsed_s < LEASE_S * 2 / 3
         lease_s = round(elapsed_s) + LEASE_S if is_late else self.granted_s
         return lease_s if last is None else min(last, lease_s)
 
+    def limit(self, ran_at: float | None) -> Explanation:
+        """Return what it means that the deadline is reached: `--time` is over, or the lease was not renewed."""
+        last = self._last(ran_at)
+        return answers.FORGOTTEN if last is None or last != self.granted_s else answers.TIME_LIMIT
 
-def is_settled(now: float, ran_at: float | None) -> bool:
-    """Return whether the agents of a job that began to run at `ran_at` (None: it waits) are connected by now."""
-    return ran_at is not None and now >= ran_at + SETTLED_S
+    def _last(self, ran_at: float | None) -> int | None:
+        return None if ran_at is None or self.time_s is None else round(ran_at - self.start + self.time_s)
 
 
 def base_name(marker: str) -> str:
@@ -444,7 +481,7 @@ def pod_spec(submission: Submission, role: str, needs: Needs) -> dict[str, Any]:
     user = run_as(config)
     start = submission.bootstrap._replace(limit_s=BOOT_S)
     agent = {
-        "name": "agent",
+        "name": answers.AGENT,
         "image": image(submission.options),
         "command": [*start.command(submission.python, f"env:{PLACE}", f"env:{SECRET}")],
         "env": [
@@ -477,7 +514,11 @@ def pod_spec(submission: Submission, role: str, needs: Needs) -> dict[str, Any]:
         "containers": [agent],
     }
     spec = {name: value for name, value in spec.items() if value not in ([], {})}
-    return merged(spec, submission.options.args, """--engine-arg '{"priorityClassName": "NAME"}'""")
+    example = """--engine-arg '{"priorityClassName": "NAME"}'"""
+    made = merged(spec, submission.options.args, example)
+    if made["containers"] != [agent]:
+        raise UsageError("--engine-arg: containers cannot be replaced: the job's container is distrun's", example)
+    return made
 
 
 def image(options: EngineOptions) -> str:
@@ -518,6 +559,8 @@ def volumes_of(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[st
             rf"(?P<source>(?P<kind>pvc|configmap)/(?P<name>{_SUBDOMAIN})|empty|memory|/{_PATH}*):(?P<path>/{_PATH}+)(?P<ro>:ro)?",
             "SOURCE:DIR[:ro], where SOURCE is pvc/NAME, configmap/NAME, a folder /DIR of the node, empty or memory",
         )
+        if ".." in re.split("[:/]", text):
+            raise UsageError(f"--volume {text}: the API refuses paths with '..'", "name the folder without it")
         if match["path"] in [each["mountPath"] for each in mounts]:
             raise UsageError(f"--volume {text}: {match['path']} is given twice", "name another folder of the container")
         name = f"v{len(volumes)}"
@@ -554,17 +597,6 @@ def toleration_of(text: str) -> dict[str, str]:
     return {"key": match["key"], **value, **({"effect": match["effect"]} if match["effect"] else {})}
 
 
-def too_big(submission: Submission, nodes: Sequence[Needs]) -> str:
-    """Return what is said of a role that no node of now has room for; empty: nothing. One may be added later."""
-    for group in submission.groups:
-        if not fits(group.needs, nodes):
-            cores, memory, gpus = group.needs
-            needs = [f"{cores} cores" * bool(cores), f"{memory // MIB} MiB" * bool(memory), f"{gpus} GPUs" * bool(gpus)]
-            asked = " and ".join(filter(None, needs))
-            return f"no node of the cluster has {asked or 'room'} for a {group.role}: the job waits until there is one"
-    return ""
-
-
 def owned_secret(submission: Submission, owners: Sequence[answers.RoleJob]) -> dict[str, Any]:
     """Return the Secret, which Kubernetes deletes when the last of the Jobs has gone."""
     about = {
@@ -586,8 +618,8 @@ def _spec(**members: Any) -> str:
 
 
 def _matched(option: str, text: str, form: str, expected: str, fix: str = "") -> re.Match[str]:
-    """Return a text's parts. Raises UsageError: it has not the form."""
-    match = re.fullmatch(form, text)
+    """Return a text's parts. Raises UsageError if the text does not have the form."""
+    match = re.fullmatch(form, text, re.ASCII)
     if match is None:
         raise UsageError(f"{option}: expected {expected}; found {text!r}", fix)
     return match

@@ -9,7 +9,8 @@ effects.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,18 +19,22 @@ from distrun.request import Needs
 from distrun_runtime.contract import facts
 
 JOB_LABEL, ROLE_LABEL, USER_LABEL = "distrun/job", "distrun/role", "distrun/user"
-"""Labels: the job's marker, of all its objects; the role, of a Job and its pods; whose a Job is."""
+"""Labels: the job's marker, of all its objects; the role and the user, of a Job and its pods."""
 HOST_NOTE = "distrun/host"
 """Annotation of a Job: the machine on which it was launched."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 """Annotation that the Job controller gives each pod."""
 
-NEVER_STARTS = frozenset(
-    ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"]
-)
+NEVER_STARTS = frozenset(["ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"])
 """Reasons for which a container waits that do not pass by themselves: its image cannot be had."""
+PULL, REFUSED = "ErrImagePull", re.compile("not found|denied|unauthorized", re.IGNORECASE)
+"""Reason for which a container waits after one attempt to pull its image, and what its message has if that is final."""
 NOT_STARTED = frozenset(["StartError", "ContainerCannotRun"])
 """Reasons for which a container has ended without having run."""
+NO_PROGRAM = "executable file not found"
+"""What the message has if a container waits because the image lacks its program (CRI-O)."""
+AGENT = "agent"
+"""Name of the container; others may be added by the cluster."""
 DISRUPTED = {
     "PreemptionByScheduler": "preempted by a pod of higher priority",
     "EvictionByEvictionAPI": "evicted, as when its node is drained",
@@ -46,7 +51,12 @@ NODE_REASONS = frozenset(
 UNSCHEDULED_LENGTH = 200
 DEADLINE = "DeadlineExceeded"
 """A Job's reason that it reached `activeDeadlineSeconds`."""
-FORGOTTEN = "its launcher did not put off its deadline for 5 minutes, as when this machine sleeps"
+FORGOTTEN = Explanation(
+    facts.EXIT_HOST_LOST,
+    "distrun launch did not renew the job's lease for 5 minutes, for example because this machine slept; launch again",
+)
+"""Why a Job has ended before the agents were connected."""
+TIME_LIMIT = Explanation(facts.EXIT_TIMEOUT, "Kubernetes: the job reached its time limit; raise --time")
 
 
 class Reason(NamedTuple):
@@ -95,7 +105,8 @@ class Pod:
         """Return what kubectl prints of a pod."""
         about, status = value["metadata"], value.get("status", {})
         role = about["labels"][ROLE_LABEL]
-        state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses") or ()), {})
+        states = {each["name"]: each.get("state", {}) for each in status.get("containerStatuses") or ()}
+        state: Mapping[str, Any] = states.get(AGENT, {})
         ended = state.get("terminated") or {}
         return Pod(
             name=about["name"],
@@ -143,11 +154,13 @@ class Pod:
             return Explanation(facts.EXIT_HOST_LOST, text, self.node if by in LOSES_NODE else "")
         if self.why.word in NODE_REASONS:
             return Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: {self.why}")
-        if self.waits.word in NEVER_STARTS:
+        is_refused = self.waits.word == PULL and REFUSED.search(self.waits.text) is not None
+        if is_refused or self.waits.word in NEVER_STARTS:
             text = f"Kubernetes: the image cannot be pulled on {self.node}: {self.waits}"
             return Explanation(facts.EXIT_START_FAILED, f"{text}; see --image and --image-pull-secret")
-        if self.ended.word in NOT_STARTED:
-            text = f"Kubernetes: the container cannot start: {self.ended}; the image must have python3 (3.8 or newer)"
+        if self.ended.word in NOT_STARTED or NO_PROGRAM in self.waits.text:
+            why = self.ended if self.ended.word else self.waits
+            text = f"Kubernetes: the container cannot start: {why}; the image must have python3 (3.8 or newer)"
             return Explanation(facts.EXIT_START_FAILED, text)
         if self.code == facts.EXIT_START_FAILED and self.ended.text:
             return Explanation(facts.EXIT_START_FAILED, f"Kubernetes: the agent did not start: {self.ended.text}")
@@ -169,15 +182,17 @@ class RoleJob:
     """How many pods it is to have."""
     failed: Reason
     """Why it has failed."""
+    failed_place: str
+    """The first of its places whose pod has failed or has gone. It gets no other pod. Empty: none has."""
     is_over: bool
     is_deleted: bool
 
     @staticmethod
     def of(value: Mapping[str, Any]) -> RoleJob:
         """Return what kubectl prints of a Job."""
-        about = value["metadata"]
-        ends = value.get("status", {}).get("conditions") or ()
-        true = {each["type"]: each for each in ends if each["status"] == "True"}
+        about, status = value["metadata"], value.get("status", {})
+        true = {each["type"]: each for each in status.get("conditions") or () if each["status"] == "True"}
+        failed = re.match(r"\d+", status.get("failedIndexes") or "")
         return RoleJob(
             name=about["name"],
             uid=about["uid"],
@@ -187,6 +202,7 @@ class RoleJob:
             host=(about.get("annotations") or {}).get(HOST_NOTE, "?"),
             wanted=value["spec"]["completions"],
             failed=Reason.of(true.get("Failed") or true.get("FailureTarget")),
+            failed_place=f"{about['labels'][ROLE_LABEL]}-{failed[0]}" if failed else "",
             is_over="Complete" in true or "Failed" in true,
             is_deleted="deletionTimestamp" in about,
         )
@@ -209,40 +225,43 @@ class Objects(NamedTuple):
 
     def then(self, later: Objects) -> Objects:
         """Return all objects as they were last seen, also those that have gone since."""
+        jobs = {job.name: job for job in (*self.jobs, *later.jobs)}
         pods = {pod.name: pod for pod in (*self.pods, *later.pods)}
-        return Objects(later.jobs or self.jobs, list(pods.values()))
+        return Objects(list(jobs.values()), list(pods.values()))
 
 
-def standing(found: Objects, places: Set[str] = frozenset()) -> QueueStatus:
+def standing(found: Objects, seen: Objects, has_run: bool = False, limit: Explanation = FORGOTTEN) -> QueueStatus:
     """Return how a job stands.
 
     Args:
-        found: its objects; it has one Job at least.
-        places: those of a job all of whose pods have run at once. Before that, a pod that has ended ends the job: it
-            gets no other one.
+        found: its objects.
+        seen: all objects as they were last seen, `found` included.
+        has_run: all its pods have run at once. Before that, a pod that has ended or gone ends the job: its place gets
+            no other one.
+        limit: what the Jobs' deadline means.
     """
-    if all(job.is_over for job in found.jobs):
-        if not places and any(job.failed.word == DEADLINE for job in found.jobs):
-            return QueueStatus(ENDED, FORGOTTEN)
-        text = "; ".join(filter(None, (str(job.failed) for job in found.jobs)))
-        return QueueStatus(ENDED, text, why=None if places else explanation(found, ""))
+    places = [f"{job.role}-{index}" for job in seen.jobs for index in range(job.wanted)]
+    there = {pod.place for pod in found.pods}
     gone = {pod.place: str(pod.ended) or str(pod.why) or "its pod has ended" for pod in found.pods if pod.is_over}
-    if places:
-        there = {pod.place for pod in found.pods}
-        gone.update(dict.fromkeys(sorted(places - there), "its pod was deleted"))
+    whole = explanation(found, seen, "", limit)
+    if all(job.is_over for job in found.jobs):
+        text = "; ".join(filter(None, (str(job.failed) for job in found.jobs)))
+        return QueueStatus(ENDED, text or (whole.text if whole else ""), why=whole)
+    if has_run:
+        gone.update(dict.fromkeys((place for place in places if place not in there), "its pod was deleted"))
     else:
-        for pod in found.pods:
-            told = pod.explanation()
-            if told is not None or pod.is_over:
-                text = f"{pod.place}{f' on {pod.node}' if pod.node else ''}"
-                return QueueStatus(ENDED, f"{text}: {told.text if told else gone[pod.place]}", why=told)
-    wanted = sum(job.wanted for job in found.jobs)
-    up = [pod for pod in found.pods if pod.phase == "Running" or pod.is_over]
-    if places or len(up) == wanted:
-        grants = tuple(Grant(pod.place, pod.node, {pod.role: 1}) for pod in found.pods)
-        return QueueStatus(RUNNING, "", grants, gone)
+        failed = [pod.place for pod in found.pods if pod.explanation()]
+        failed += [*gone, *(job.failed_place for job in found.jobs if job.failed_place)]
+        if whole or failed:
+            place = failed[0] if failed else ""
+            why = explanation(found, seen, place, limit)
+            text = why.text if why else gone.get(place, "its pod has gone")
+            return QueueStatus(ENDED, f"{place}: {text}" if place else text, why=why)
+    up = [pod for pod in found.pods if pod.phase == "Running" and not pod.is_deleted]
+    if has_run or {pod.place for pod in up} == set(places):
+        return QueueStatus(RUNNING, "", tuple(Grant(pod.place, pod.node, {pod.role: 1}) for pod in found.pods), gone)
     first = next((f"; {pod.place}: {pod.pending()}" for pod in found.pods if pod.phase == "Pending"), "")
-    return QueueStatus(QUEUED, f"{len(up)} of {wanted} pods run{first}")
+    return QueueStatus(QUEUED, f"{len(up)} of {len(places)} pods run{first}")
 
 
 def stuck(found: Objects) -> str:
@@ -270,18 +289,18 @@ def refusal(warning: Reason) -> str:
     return text[text.find("forbidden: ") + len("forbidden: ") :] if "forbidden: " in text else text
 
 
-def explanation(found: Objects, place: str, before: Sequence[Pod] = ()) -> Explanation | None:
+def explanation(found: Objects, seen: Objects, place: str, limit: Explanation = FORGOTTEN) -> Explanation | None:
     """Return why Kubernetes ended a place, or the job (`place` empty), as far as its objects say it.
 
-    `before`: its pods as they were last seen, also those that have gone.
+    The other arguments are those of `standing`.
     """
-    for pod in (*found.pods, *before):
+    for pod in seen.pods:
         told = pod.explanation() if place in ("", pod.place) else None
         if told is not None:
             return told
-    if any(job.failed.word == DEADLINE for job in found.jobs):
-        return Explanation(facts.EXIT_TIMEOUT, "Kubernetes: the job reached its time limit; raise --time")
-    if not found.jobs or any(job.is_deleted for job in found.jobs):
+    if any(job.failed.word == DEADLINE for job in seen.jobs):
+        return limit
+    if not found.jobs or len(found.jobs) < len(seen.jobs) or any(job.is_deleted for job in found.jobs):
         return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")
     mine = [pod for pod in found.pods if pod.place == place]
     if place and (not mine or mine[0].is_deleted):

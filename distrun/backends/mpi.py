@@ -317,7 +317,11 @@ def check(submission: Submission) -> None:
         options,
         "mpirun asks no queue system and limits nothing",
         "ask a queue system for an allocation and launch in it",
-        {"--worker-memory": options.worker.memory, "--server-memory": options.server.memory},
+        {
+            "--time": options.time_s,
+            "--worker-memory": options.worker.memory,
+            "--server-memory": options.server.memory,
+        },
     )
     if submission.hosts is None or not submission.hosts.specs:
         raise UsageError("--launcher mpi: no hosts are given", "name some with -H FILE or --hosts A,B")

@@ -76,6 +76,8 @@ END_S = 15.0
 """How long the engine may take to notice that all agents have gone."""
 CANCEL_S = 60.0
 """How long it may take to end a job that was cancelled."""
+DIAL_S, ADDRESS_S = 10.0, 5.0
+"""An agent that reaches one of its addresses does so within DIAL_S and ADDRESS_S for each one that does not answer."""
 
 T = TypeVar("T")
 
@@ -112,7 +114,7 @@ def listen(
         (),
         program=shipping.dialed,
         port_range=port_range,
-        limit_s=dial_s,
+        limit_s=dial_s and max(dial_s, DIAL_S + ADDRESS_S * len(known)),
         addresses=known,
         fix=fix,
     )
@@ -199,7 +201,8 @@ class QueueBackend(Backend):
         for name, text in script.files.items():
             write_new(submission.folder / name, text, 0o700)
         self._submission = submission
-        JobFolder(folder).note_engine(submission.marker)
+        handle = self.engine.handle(submission)
+        JobFolder(folder).note_engine(submission.marker, None if handle is None else written(handle))
         return submission, script
 
     def keep_files(self, request: JobRequest) -> None:
@@ -250,21 +253,21 @@ class QueueBackend(Backend):
         Raises:
             EngineError: it does not answer, or the job does not end.
         """
-        if self.engine.look(handle).state == ENDED:
+        if self.engine.is_gone(handle):
             return False
         self.engine.cancel(handle)
-        if not self._ends(handle, CANCEL_S):
+        if not self._becomes(lambda: self.engine.is_gone(handle), CANCEL_S):
             raise EngineError(
                 f"{self.name} job {handle.id} was cancelled and has not ended after {CANCEL_S:g} s",
                 "ask again with the engine's own commands, or the administrators",
             )
         return True
 
-    def _ends(self, handle: Handle, limit_s: float) -> bool:
-        """Wait for the end of a job in the engine, at most so long."""
+    def _becomes(self, is_true: Callable[[], bool], limit_s: float) -> bool:
+        """Ask the engine until something is true, at most so long; return whether it is."""
         for _ in engines.tries(limit_s):
             with contextlib.suppress(EngineError):
-                if self.engine.look(handle).state == ENDED:
+                if is_true():
                     return True
         return False
 
@@ -330,7 +333,7 @@ class QueueBackend(Backend):
         return with_explanation(outcome, found, self.name)
 
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
-        """Wait until the engine says that the job has ended; cancel it if it does not. Returns what is left."""
+        """Wait until the engine says that the job has ended; cancel what it then keeps of it. Returns what is left."""
         if self._watch is not None:
             self._watch.close(engines.ANSWER_S)
         if self._agents is not None:
@@ -338,8 +341,9 @@ class QueueBackend(Backend):
         if self._submission is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._submission.secret_file)
-        if self._handle is None or self._ends(self._handle, min(limit_s, END_S)):
+        if self._handle is None:
             return ()
+        self._becomes(lambda: self.look().state == ENDED, min(limit_s, END_S))
         try:
             self.cancelled(self._handle)
         except EngineError:

@@ -225,7 +225,7 @@ class Slurm(Engine):
     def _prepare_inside(self, submission: Submission, job: str) -> SlurmPreparation:
         why = f"this is inside Slurm's job {job}, whose nodes are used"
         instead = "submit a job of its own:  env -u SLURM_JOB_ID distrun launch ..."
-        refuse_queue_options(submission.options, why, instead)
+        refuse_queue_options(submission.options, why, instead, {"--time": submission.options.time_s})
         try:
             found = answers.jobs(self._ask("scontrol", "show", "job", "-d", "-o", job, unknown=answers.UNKNOWN_JOB))
         except EngineError:

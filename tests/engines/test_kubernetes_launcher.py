@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes
 import pytest
 import wheels
 import yaml
+from kubernetessite import KubernetesSite, site
 from lab import ROOT, wait_until
 
 from distrun import templates
-
-kubernetes = pytest.importorskip("kubernetes", reason="there is no lab of Kubernetes in tests/lab")
-from kubernetessite import KubernetesSite, site  # noqa: E402
+from distrun.backends.kubernetes import RIGHTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -129,14 +129,12 @@ def test_service_account_may_do_what_its_role_says_and_nothing_else(lab: Kuberne
 
 
 def test_role_is_what_the_backend_says_that_it_needs() -> None:
-    backend = pytest.importorskip("distrun.backends.kubernetes", reason="there is no backend for Kubernetes")
-    assert granted() == set(backend.RIGHTS)
+    assert granted() == set(RIGHTS)
 
 
 @pytest.fixture
 def ready(lab: KubernetesSite) -> Iterator[KubernetesSite]:
     """Nodes that have what is in the image of the launcher: distrun, and kubectl."""
-    pytest.importorskip("distrun.backends.kubernetes", reason="there is no backend for Kubernetes")
     for host in lab.hosts.values():
         for source in (ROOT / "distrun", ROOT / "runtime/distrun_runtime"):
             shutil.copytree(source, host.root / "opt/app" / source.name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrun.backends import kubernetes as engines
 from distrun.backends import kubernetes_answers as answers
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import (
@@ -24,8 +26,10 @@ from distrun.backends.engine import (
     RUNNING,
     EngineError,
     Explanation,
+    Handle,
     QueueStatus,
     RoleGroup,
+    Script,
     Submission,
     examined,
 )
@@ -33,17 +37,17 @@ from distrun.backends.kubernetes import (
     LEASE_S,
     NAME_LENGTH,
     SETTLED_S,
-    JobDeadline,
+    JobLease,
     Kubernetes,
     KubernetesPreparation,
     base_name,
     owned_secret,
     selector_of,
     toleration_of,
-    too_big,
     volumes_of,
 )
 from distrun.backends.kubernetes_answers import Objects, Reason
+from distrun.backends.queue import QueueBackend
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract.plan import SERVER, WORKER
@@ -156,6 +160,10 @@ def test_host_names_of_pods_have_at_most_63_characters_and_the_marker_s_nonce(ma
         (options(args=("--priority",)), "--engine-arg --priority: expected JSON"),
         (options(args=("[]",)), "--engine-arg []: expected a JSON object"),
         (options()._replace(queue="gpu"), "--queue has no meaning here: Kubernetes has no such queues"),
+        (options(volume=("/data/../etc:/a",)), "--volume /data/../etc:/a: the API refuses paths with '..'"),
+        (options(volume=("empty:/a/..",)), "--volume empty:/a/..: the API refuses paths with '..'"),
+        (options(node_selector=("größe=a",)), "--node-selector: expected KEY=VALUE"),
+        (options(args=('{"containers": []}',)), "--engine-arg: containers cannot be replaced"),
         (options(namespace="Team"), "--namespace: expected a namespace's name; found 'Team'"),
     ],
 )
@@ -196,12 +204,65 @@ def test_without_kubectl_a_job_is_only_shown(monkeypatch: pytest.MonkeyPatch, tm
     assert not only.ok
 
 
-def test_a_task_that_no_node_has_room_for_is_told() -> None:
+def kubectl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a kubectl that runs a script of the shell, with the whole command as $*, where `~` is."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "kubectl").write_text(f"#!/bin/sh\ncase $* in\n{script}\n*whoami*) echo ann ;;\n*) exit 1 ;;\nesac\n")
+    (folder / "kubectl").chmod(0o755)
+
+
+TELLS = {"kubectl": "~/kubectl"}
+VIEW = "*'config view'*) printf 'gpu\\nteam' ;;"
+NODES = f"*'get nodes'*) cat {HERE / 'nodes.json'} ;;"
+
+
+def test_a_task_that_no_node_has_room_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = answers.room((HERE / "nodes.json").read_text(), "nvidia.com/gpu")
     assert nodes == [Needs(4, 4 << 30, 2)] * 3
-    assert too_big(submission(options(Needs(4, 1 << 30, 2))), nodes) == ""
-    told = too_big(submission(options(Needs(5, 0, 1))), nodes)
-    assert told == "no node of the cluster has 5 cores and 1 GPUs for a worker: the job waits until there is one"
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n{NODES}")
+    assert Kubernetes().prepare(submission(options(Needs(4, 1 << 30, 2), config=TELLS))).note == ""
+    found = Kubernetes().prepare(submission(options(Needs(5, 0, 1), config=TELLS)))
+    text = "--worker-cores: 5 asked for, but no node of the cluster has more than 4: the job waits until there is one"
+    assert found.note == text
+
+
+def test_context_and_namespace_are_known_before_the_job_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl(tmp_path, monkeypatch, VIEW)
+    asked = submission(options(config=TELLS))
+    asked = dataclasses.replace(asked, found=Kubernetes().prepare(asked))
+    assert Kubernetes().handle(asked) == Handle("kubernetes", MARKER, {"context": "gpu", "namespace": "team"})
+
+
+def test_a_user_whose_name_the_cluster_does_not_tell_just_now_gets_no_other_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = submission(options(config=TELLS))
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n*whoami*) echo 'error: the server is currently busy' >&2; exit 1 ;;")
+    with pytest.raises(EngineError, match="busy"):
+        Kubernetes().prepare(asked)
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n*whoami*) echo 'the selfsubjectreviews API is not enabled' >&2; exit 1 ;;")
+    assert Kubernetes().prepare(asked).user
+
+
+def test_doctor_tells_a_missing_right_from_a_question_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = """*version*) echo '{"major": "1", "minor": "34", "gitVersion": "v1.34.4"}' ;;"""
+    engine = Kubernetes()
+    engine.options = options(config=TELLS)
+    kubectl(tmp_path, monkeypatch, f"{version}\n{VIEW}\n*'create jobs') echo no; exit 1 ;;\n*can-i*) echo yes ;;")
+    assert "this user may not: create jobs" in [each.text for each in examined(engine)]
+    kubectl(tmp_path, monkeypatch, f"{version}\n{VIEW}\n*can-i*) echo 'error: timeout' >&2; exit 1 ;;")
+    assert [*examined(engine)][-1].text == "kubectl says: error: timeout"
+
+
+def test_a_namespace_that_cannot_be_is_refused_by_doctor_and_kill() -> None:
+    engine = Kubernetes()
+    engine.options = options(namespace="--all")
+    with pytest.raises(UsageError, match="expected a namespace's name"):
+        engine.find()
 
 
 @pytest.mark.parametrize(
@@ -214,8 +275,8 @@ def test_quantities_of_the_api_are_read(text: str, number: int) -> None:
 # ------------------------------------------------------------------ the lease
 
 
-def test_the_deadline_of_a_job_that_waits_is_put_off_before_it_comes() -> None:
-    lease = JobDeadline(1000.0, None)
+def test_the_lease_of_a_job_that_waits_is_renewed_before_it_ends() -> None:
+    lease = JobLease(1000.0, None)
     assert lease.renewed(1050.0, None) == LEASE_S
     later = lease.renewed(1150.0, None)
     assert later == 150 + LEASE_S
@@ -236,8 +297,26 @@ def test_the_deadline_of_a_job_that_waits_is_put_off_before_it_comes() -> None:
 def test_once_the_agents_are_connected_the_deadline_is_the_users(
     time_s: float | None, after_s: float, deadline_s: int | None
 ) -> None:
-    lease = JobDeadline(1000.0, time_s, granted_s=450)
+    lease = JobLease(1000.0, time_s, granted_s=450)
     assert lease.renewed(1200.0 + after_s, 1200.0) == deadline_s
+    assert lease._replace(granted_s=None).renewed(2000.0, 1200.0) == (time_s and 200 + time_s)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "granted_s", "ran_at", "limit"),
+    [
+        (None, LEASE_S, None, answers.FORGOTTEN),
+        (None, LEASE_S, 1010.0, answers.FORGOTTEN),
+        (3600.0, LEASE_S, None, answers.FORGOTTEN),
+        (3600.0, LEASE_S, 1010.0, answers.FORGOTTEN),
+        (3600.0, 3610, 1010.0, answers.TIME_LIMIT),
+        (20.0, 30, 1010.0, answers.TIME_LIMIT),
+    ],
+)
+def test_a_deadline_is_the_time_limit_only_if_it_was_set_for_that(
+    time_s: float | None, granted_s: int, ran_at: float | None, limit: Explanation
+) -> None:
+    assert JobLease(1000.0, time_s, granted_s).limit(ran_at) == limit
 
 
 # ------------------------------------------------------------------ how a job stands
@@ -248,7 +327,7 @@ def objects(name: str) -> Objects:
 
 
 def standing(name: str) -> QueueStatus:
-    return answers.standing(objects(name))
+    return answers.standing(objects(name), objects(name))
 
 
 def test_pending_pods_say_what_the_scheduler_says() -> None:
@@ -271,12 +350,32 @@ def test_a_job_runs_when_all_its_pods_do_and_each_is_a_place_for_one_task() -> N
     assert not found.gone
 
 
-def test_a_pod_without_an_image_ends_the_job_before_it_has_run() -> None:
-    found = standing("image")
-    assert found.state == ENDED
-    assert found.why is not None
-    assert found.why.code == 6
-    assert "the image cannot be pulled on h" in found.why.text
+@pytest.mark.parametrize(
+    ("word", "text", "is_final"),
+    [
+        ("ErrImagePull", "dial tcp: lookup registry.invalid: no such host", False),
+        ("ErrImagePull", "429 Too Many Requests", False),
+        ("ErrImagePull", "docker.io/library/none: not found", True),
+        ("ErrImagePull", "pull access denied, insufficient_scope", True),
+        ("ErrImagePull", "401 Unauthorized", True),
+        ("ImagePullBackOff", "Back-off pulling image", True),
+        ("InvalidImageName", "", True),
+    ],
+)
+def test_a_pod_whose_image_cannot_be_pulled_ends_the_job_before_it_has_run(
+    word: str, text: str, is_final: bool
+) -> None:
+    image = objects("image")
+    image = image._replace(pods=[dataclasses.replace(each, waits=Reason(word, text)) for each in image.pods])
+    found = answers.standing(image, image)
+    if is_final:
+        assert found.state == ENDED
+        assert found.why is not None
+        assert found.why.code == 6
+        assert "the image cannot be pulled on h" in found.why.text
+    else:
+        assert found.state == QUEUED
+        assert word in found.text
 
 
 @pytest.mark.parametrize(
@@ -289,13 +388,14 @@ def test_a_pod_without_an_image_ends_the_job_before_it_has_run() -> None:
 def test_what_kubernetes_did_to_a_pod_is_the_explanation_of_its_place(name: str, code: int, text: str) -> None:
     found = objects(name)
     [place] = [pod.place for pod in found.pods if pod.phase == "Failed"]
-    told = answers.explanation(found, place)
+    told = answers.explanation(found, found, place)
     assert told is not None
     assert told.code == code
     assert told.text.startswith(text)
-    assert answers.explanation(found, "worker-9") != told
-    assert answers.standing(found, {"worker-0", "worker-1"}).gone.keys() == {place}
-    assert answers.standing(found).state == ENDED
+    assert answers.explanation(found, found, "worker-9") != told
+    assert answers.standing(found, found, has_run=True).gone.keys() == {place}
+    waits = answers.standing(found, found)
+    assert (waits.state, waits.why) == (ENDED, told)
 
 
 def test_a_quota_is_a_refusal_and_other_warnings_are_not() -> None:
@@ -316,7 +416,11 @@ def pod(**status: Any) -> answers.Pod:
 
 
 def ended(**state: Any) -> list[dict[str, Any]]:
-    return [{"state": {"terminated": state}}]
+    sidecar = {"name": "istio-proxy", "state": {"running": {}}}
+    return [sidecar, {"name": "agent", "state": {"terminated": state}}]
+
+
+NO_PROGRAM = 'container create failed: exec: "python3": executable file not found in $PATH'
 
 
 def disrupted(reason: str) -> list[dict[str, str]]:
@@ -341,6 +445,16 @@ def disrupted(reason: str) -> list[dict[str, str]]:
             "",
             "the agent did not start: distrun: no coordinator",
         ),
+        (
+            pod(
+                containerStatuses=[
+                    {"name": "agent", "state": {"waiting": {"reason": "CreateContainerError", "message": NO_PROGRAM}}}
+                ]
+            ),
+            6,
+            "",
+            "cannot start: CreateContainerError: container create failed",
+        ),
     ],
 )
 def test_other_reasons_of_pods_are_told(found: answers.Pod, code: int, lost: str, words: str) -> None:
@@ -357,37 +471,87 @@ def test_an_ordinary_end_has_no_explanation(found: answers.Pod) -> None:
     assert found.explanation() is None
 
 
+DELETED = Explanation(143, "Kubernetes: the Job was deleted by someone else")
+
+
+def without(found: Objects, place: str) -> Objects:
+    """The objects when the pod of a place has gone."""
+    return found._replace(pods=[each for each in found.pods if each.place != place])
+
+
 def test_a_job_or_pod_that_was_deleted_by_others_ends_with_143() -> None:
-    gone = answers.explanation(Objects((), ()), "worker-0")
-    assert gone == Explanation(143, "Kubernetes: the Job was deleted by someone else")
     running = objects("running")
-    one_less = running._replace(pods=[each for each in running.pods if each.place != "worker-1"])
-    assert answers.explanation(one_less, "worker-0") is None
-    told = answers.explanation(one_less, "worker-1")
+    assert answers.explanation(Objects((), ()), running, "worker-0") == DELETED
+    one_less = without(running, "worker-1")
+    assert answers.explanation(one_less, running, "worker-0") is None
+    told = answers.explanation(one_less, running, "worker-1")
     assert told is not None
     assert told.code == 143
-    assert answers.standing(one_less, {"worker-0", "worker-1"}).gone == {"worker-1": "its pod was deleted"}
+    assert answers.standing(one_less, running, has_run=True).gone == {"worker-1": "its pod was deleted"}
+
+
+def test_a_job_that_waits_ends_when_one_of_its_jobs_is_deleted() -> None:
+    seen = objects("pending")
+    left = Objects(seen.jobs[1:], [each for each in seen.pods if each.role == "worker"])
+    assert answers.standing(left, seen) == QueueStatus(ENDED, DELETED.text, why=DELETED)
+
+
+def failed_index(found: Objects, index: int) -> Objects:
+    """The objects when the pod of a worker has failed or has gone, as its Job then says."""
+    jobs = [
+        dataclasses.replace(job, failed_place=f"worker-{index}" if job.role == "worker" else "") for job in found.jobs
+    ]
+    return without(found._replace(jobs=jobs), f"worker-{index}")
+
+
+def test_a_job_that_waits_ends_when_one_of_its_pods_has_gone() -> None:
+    seen = objects("running")
+    found = answers.standing(failed_index(seen, 1), seen)
+    assert found.state == ENDED
+    assert found.text.startswith("worker-1: Kubernetes: its pod was deleted by someone else")
+    assert found.why is not None
+    assert found.why.code == 143
+    preempted = dataclasses.replace(
+        pod(phase="Running", conditions=disrupted("PreemptionByScheduler"), metadata={"name": seen.pods[2].name}),
+        place="worker-1",
+    )
+    found = answers.standing(failed_index(seen, 1), seen.then(Objects((), [preempted])))
+    assert found.why is not None
+    assert found.why.code == 7
+
+
+def test_the_first_failed_place_is_read_from_the_job() -> None:
+    value = json.loads((HERE / "running.json").read_text())["items"][1]
+    assert answers.RoleJob.of(value).failed_place == ""
+    value["status"]["failedIndexes"] = "1,3-5"
+    assert answers.RoleJob.of(value).failed_place == "worker-1"
+
+
+def test_a_pod_that_is_to_go_does_not_run() -> None:
+    seen = objects("running")
+    going = seen._replace(pods=[*seen.pods[:2], dataclasses.replace(seen.pods[2], is_deleted=True)])
+    assert answers.standing(going, going).text == "2 of 3 pods run"
 
 
 def test_a_pod_that_has_gone_is_explained_by_what_was_last_seen_of_it() -> None:
     evicted = objects("evicted")
     [failed] = [each for each in evicted.pods if each.phase == "Failed"]
-    now = evicted._replace(pods=[each for each in evicted.pods if each is not failed])
+    now = without(evicted, failed.place)
     seen = evicted.then(now)
     assert {each.place for each in seen.pods} == {"worker-0", "worker-1"}
-    told = answers.explanation(now, failed.place, seen.pods)
+    told = answers.explanation(now, seen, failed.place)
     assert told is not None
     assert told.code == 7
 
 
-def test_a_job_whose_time_is_over_ends_with_124() -> None:
+def test_a_job_whose_time_is_over_ends_with_124_and_one_whose_lease_is_over_with_7() -> None:
     found = objects("deadline")
-    told = answers.explanation(found, "worker-0")
-    assert told == Explanation(124, "Kubernetes: the job reached its time limit; raise --time")
-    assert answers.standing(found, {"worker-0", "worker-1"}).state == ENDED
-    waited = answers.standing(found)
-    assert (waited.state, waited.why) == (ENDED, None)
-    assert "did not put off its deadline for 5 minutes" in waited.text
+    assert answers.TIME_LIMIT.code == 124
+    assert answers.explanation(found, found, "worker-0", answers.TIME_LIMIT) == answers.TIME_LIMIT
+    assert answers.standing(found, found, has_run=True).state == ENDED
+    waited = answers.standing(found, found)
+    assert (waited.state, waited.why) == (ENDED, answers.FORGOTTEN)
+    assert answers.FORGOTTEN.code == 7
 
 
 def test_a_node_that_is_not_ready_is_lost_and_says_why() -> None:
@@ -399,3 +563,140 @@ def test_a_node_that_is_not_ready_is_lost_and_says_why() -> None:
     assert answers.lost_node(json.dumps(node)) == "NodeStatusUnknown: Kubelet stopped posting node status."
     unready = pod(phase="Running", conditions=[{"type": "Ready", "status": "False"}])
     assert unready.may_be_lost
+
+
+# ------------------------------------------------------------------ looking, renewing, deleting
+
+
+class Recorded(Kubernetes):
+    """The engine with a cluster that says what a test sets, at a time that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.found: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
+        self.asked: list[str] = []
+        self.fails: set[str] = set()
+        self.goes_with = "pods"
+        """What is deleted when all has gone."""
+        self.node = json.dumps({"status": {"conditions": []}})
+        monkeypatch.setattr(engines, "clock", lambda: self.now)
+        monkeypatch.setattr(engines, "tries", lambda _: range(3))
+        self.submit(submission(options()), Script(commands=(("create",), ("secret",), ("patch",))))
+        self.asked.clear()
+
+    def _ask(self, handle: Handle | None, *words: str) -> str:
+        self.asked.append(" ".join(words[:3]))
+        if words[1] in self.fails:
+            raise EngineError(f"kubectl says: {words[1]} is forbidden")
+        if words[:2] == ("delete", self.goes_with):
+            self.found["items"] = []
+        if words[:2] == ("get", "node"):
+            return self.node
+        return '{"items": []}' if words[1] == "events" else json.dumps(self.found)
+
+    def _run(self, argv: Sequence[str], text: str = "") -> str:  # type: ignore[override]
+        self.asked.append(argv[0])
+        return ""
+
+    def sees(self) -> QueueStatus:
+        """Look, later than the pause for many pods."""
+        self.now += 10
+        return self.look(HANDLE)
+
+    def counts(self, words: str) -> int:
+        return sum(each.startswith(words) for each in self.asked)
+
+
+HANDLE = Handle("kubernetes", MARKER, {"context": "", "namespace": "team"})
+
+
+@pytest.mark.parametrize("fails", [set(), {"events"}], ids=["events", "no right to list events"])
+def test_a_job_that_waits_has_its_lease_renewed_and_needs_no_events(
+    fails: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Recorded(monkeypatch, "image")
+    engine.fails = fails
+    assert engine.sees().state == QUEUED
+    assert not engine.counts("patch")
+    engine.now += LEASE_S / 2
+    assert engine.sees().state == QUEUED
+    assert engine.counts("patch job") == 1
+    assert engine.counts("get events") == 2
+
+
+def test_looking_at_a_job_that_has_ended_deletes_nothing_and_its_cause_stays_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Recorded(monkeypatch, "oom")
+    assert engine.sees().state == ENDED
+    assert not engine.counts("delete")
+    engine.fails = {"jobs,pods"}
+    told = engine.explain(HANDLE, "worker-0")
+    assert told is not None
+    assert told.code == 137
+
+
+def test_what_a_job_that_has_ended_leaves_is_deleted_by_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "oom")
+    engine.goes_with = "jobs"
+    assert QueueBackend(engine).cancelled(HANDLE)
+    assert engine.counts("delete jobs") == 1
+    assert not QueueBackend(engine).cancelled(HANDLE)
+    assert engine.counts("delete jobs") == 1
+
+
+@pytest.mark.parametrize(
+    ("slept_s", "why"), [(10.0, DELETED), (LEASE_S + 1.0, answers.FORGOTTEN)], ids=["awake", "slept"]
+)
+def test_jobs_that_went_while_this_machine_slept_were_not_deleted_by_others(
+    slept_s: float, why: Explanation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Recorded(monkeypatch, "pending")
+    assert engine.sees().state == QUEUED
+    engine.found["items"] = []
+    engine.now += slept_s
+    found = engine.sees()
+    assert (found.state, found.why) == (ENDED, why)
+    assert engine.explain(HANDLE, "") == why
+
+
+def test_pods_of_a_lost_node_are_removed_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "running")
+    engine.cancel(HANDLE)
+    assert engine.counts("get jobs,pods") == 3
+    assert not engine.counts("delete pods")
+    for each in engine.found["items"]:
+        for condition in each["status"].get("conditions", ()) if each["kind"] == "Pod" else ():
+            condition.update(status="False")
+    engine.cancel(HANDLE)
+    assert engine.counts("delete pods") == 1
+    assert engine.counts("get jobs,pods") == 5
+
+
+def test_a_job_with_many_pods_is_looked_at_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "running")
+    [*rest, last] = engine.found["items"]
+    for index in range(2, 500):
+        more = json.loads(json.dumps(last))
+        more["metadata"].update(name=f"p{index}")
+        more["metadata"]["annotations"][answers.INDEX] = str(index)
+        rest.append(more)
+    engine.found["items"] = rest
+    found = engine.sees()
+    engine.now += 9.0
+    assert engine.look(HANDLE) is found
+    engine.now += 2.0
+    engine.look(HANDLE)
+    assert engine.counts("get jobs,pods") == 2
+
+
+def test_the_user_s_time_is_the_last_deadline_and_none_takes_the_lease_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "running")
+    assert engine.sees().state == RUNNING
+    engine.now += SETTLED_S
+    assert engine.sees().state == RUNNING
+    assert engine.counts("patch job") == 2
+    engine.now += 10 * LEASE_S
+    assert engine.sees().state == RUNNING
+    assert engine.counts("patch job") == 2, "it is not renewed any more"

@@ -20,6 +20,7 @@ from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import written
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.errors import JobStoreError
 
 SERVERS = RoleGroup("server", 2, Needs())
@@ -169,3 +170,21 @@ def test_a_job_whose_note_is_damaged_is_not_taken_for_one_without_a_coordinator(
     folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
     with pytest.raises(JobStoreError, match="handle"):
         queue.recorded_marker(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "dial_s", "limit_s"), [(1, 45.0, 45.0), (12, 45.0, 70.0), (12, None, None)])
+def test_agents_with_many_addresses_to_try_get_more_time(
+    count: int, dial_s: float | None, limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    class Told(DialBack):
+        def __init__(self, *words: Any, **more: Any) -> None:
+            limits.append(more["limit_s"])
+            super().__init__(*words, **more)
+
+    monkeypatch.setattr(queue, "DialBack", Told)
+    agents, start = queue.listen("otter", "5ec4e7", 1.0, [f"192.0.2.{each}" for each in range(count)], dial_s=dial_s)
+    agents.close()
+    assert len(start.addresses) == count
+    assert limits == [limit_s]
