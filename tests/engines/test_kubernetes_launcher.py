@@ -18,9 +18,9 @@ from lab import ROOT, wait_until
 from distrun import templates
 
 kubernetes = pytest.importorskip("kubernetes", reason="there is no lab of Kubernetes in tests/lab")
-from kubernetessite import KubernetesSite, site  # noqa: E402
+from kubernetessite import TEST_S, KubernetesSite, site  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
 NAME = "distrun-launcher"
 ACCOUNT = f"system:serviceaccount:{kubernetes.NAMESPACE}:{NAME}"
