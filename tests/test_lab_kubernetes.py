@@ -72,6 +72,7 @@ def test_a_folder_that_the_variable_names_is_not_changed(cache: Path, monkeypatc
     ("given", "why"),
     [
         ("programs", "a relative path"),
+        ("/tmp", "below /tmp, which hosts have of their own"),
         ("/tmp/programs", "below /tmp, which hosts have of their own"),
         ("/usr/../root/programs", "below /root, which hosts have of their own"),
     ],

@@ -112,7 +112,7 @@ def version() -> str:
 def why_not() -> str:
     """Return why there can be no cluster on this machine, or nothing."""
     folder, given = programs(), os.environ.get(VARIABLE)
-    hidden = next((disk for disk in DISKS if Path(disk) in folder.resolve().parents), "")
+    hidden = next((disk for disk in DISKS if folder.resolve().is_relative_to(disk)), "")
     if given and (hidden or not folder.is_absolute()):
         where = f"below {hidden}, which hosts have of their own" if hidden else "a relative path"
         return f"{VARIABLE}: expected an absolute path that hosts share, found {given!r}, {where}"
