@@ -19,12 +19,12 @@ import backendcontract
 import kubernetes
 import pytest
 from backendcontract import STAY, BackendContract
-from kubernetessite import KubernetesSite, site
+from kubernetessite import TEST_S, KubernetesSite, site
 from lab import ROOT, Done, Running, wait_until
 
 from distrun.backends.kubernetes import KEPT_S, LEASE_S, RIGHTS, SETTLED_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
 up = functools.partial(backendcontract.up, limit_s=60)
 SHORT = ("--grace", "2")
@@ -306,6 +306,7 @@ def test_a_namespace_quota_is_the_cause_and_nothing_is_left(lab: PodSite) -> Non
     assert done.code == 5, done.err
     assert "no pod is allowed: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1" in done.err
     assert "kubectl describe resourcequota" in done.err
+    lab.cluster.kubectl("delete", "quota", "small")
     lab.nothing_stays()
 
 
@@ -330,6 +331,7 @@ def test_a_quota_of_memory_asks_for_what_each_task_needs(lab: PodSite) -> None:
     assert done.code == 5, done.err
     assert "must specify limits.memory" in done.err
     assert "--worker-memory" in done.err
+    lab.cluster.kubectl("delete", "quota", "memory")
     lab.nothing_stays()
 
 

@@ -14,13 +14,13 @@ import kubernetes
 import pytest
 import wheels
 import yaml
-from kubernetessite import KubernetesSite, site
+from kubernetessite import TEST_S, KubernetesSite, site
 from lab import ROOT, wait_until
 
 from distrun import templates
 from distrun.backends.kubernetes import RIGHTS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
 NAME = "distrun-launcher"
 ACCOUNT = f"system:serviceaccount:{kubernetes.NAMESPACE}:{NAME}"

@@ -214,6 +214,12 @@ def test_a_begin_that_comes_again_is_answered_again_and_another_one_ignored() ->
         driver.finish()
 
 
+def test_a_begin_whose_interval_is_no_number_is_refused() -> None:
+    with agent(shell("true")) as driver:
+        driver.say_begin(sample_s="often")
+        assert "'often'" in str(driver.wait("refused").header["reason"])
+
+
 def test_pongs_come_while_an_agent_receives_80_mib() -> None:
     digest = "ab" * 32
     with agent(shell("true")) as driver:

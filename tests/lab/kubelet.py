@@ -10,8 +10,8 @@ exit codes, waits for secrets, asks a pod to end and kills it after its grace pe
 deleted.
 
 Unlike a real one, it has no images: a pod has the host's files, network and process table. Its host name, mounts and
-process tree are its own. A pod has one container, which is never restarted. Its first process is not number 1, but is
-told only of signals that it handles, as number 1 is by the kernel (pid_namespaces(7)). Three faults can be asked for:
+process tree are its own. A pod has one container, which is never restarted. Its first process is not number 1, but gets
+only the signals that it handles, as number 1 does from the kernel (pid_namespaces(7)). Three faults can be asked for:
 
 * An image of a registry below `.invalid` cannot be pulled, and one below `.private.test` only with a pull secret.
 * A pod above its memory limit is killed (OOMKilled); the limit is held by watching.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import http.client
 import http.server
 import json
 import os
@@ -66,6 +67,8 @@ SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER."""
 ASKED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1)
 """What the parent of a pod's processes is told: a child has ended; ask the pod to end; kill it."""
+CUT_OFF = (OSError, http.client.HTTPException)
+"""What a request raises when the node is cut off, before or within the answer."""
 UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -131,15 +134,10 @@ def data_of(read: Read, namespace: str, kind: str, name: str) -> dict[str, bytes
 
 
 def variables(pod: Json, address: str, read: Read) -> dict[str, str]:
-    """Return the variables that the container's `envFrom` and `env` give it. Raises Waits."""
+    """Return the variables that the container's `env` gives it. Raises Waits."""
     container, namespace = pod["spec"]["containers"][0], pod["metadata"]["namespace"]
-    kinds = {word + each: word.lower() for word in ("secret", "configMap") for each in ("Ref", "KeyRef")}
+    kinds = {"secretKeyRef": "secret", "configMapKeyRef": "configmap"}
     env: dict[str, str] = {}
-    for source in container.get("envFrom", ()):
-        for word, reference in source.items():
-            if word in kinds:
-                values = data_of(read, namespace, kinds[word], reference["name"])
-                env.update({source.get("prefix", "") + key: value.decode() for key, value in values.items()})
     for row in container.get("env", ()):
         value = expand(row.get("value", ""), env)
         for word, reference in row.get("valueFrom", {}).items():
@@ -239,13 +237,12 @@ def run_pod(folder: Path, spec: Json) -> Json:
     socket.sethostname(spec["hostname"])
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
-    Path(spec["cwd"]).mkdir(parents=True, exist_ok=True)
     with (folder / "log").open("ab") as log:
         try:
             main = subprocess.Popen(
                 spec["argv"],
                 env=spec["env"],
-                cwd=spec["cwd"],
+                cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -302,7 +299,7 @@ class Api:
                     return dict(json.load(answer))
             except urllib.error.HTTPError:
                 raise
-            except OSError as error:  # the node is cut off
+            except CUT_OFF as error:
                 print(f"{method} {path}: {error}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_S)
 
@@ -379,10 +376,10 @@ class Node:
             self.api.call("POST", "/api/v1/nodes", node)
 
     def beat(self) -> None:
-        """Renew lease and status, for ever."""
+        """Renew lease and status until the process ends."""
         leases = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
         while True:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(urllib.error.HTTPError):
                 stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
                 spec = {"holderIdentity": self.name, "leaseDurationSeconds": 4, "renewTime": stamp}
                 try:
@@ -407,10 +404,10 @@ class Node:
     # The loop.
 
     def watch(self) -> None:
-        """Put the node's pods, and every change of them, into the queue, for ever."""
+        """Put the node's pods, and every change of them, into the queue until the process ends."""
         pods = f"/api/v1/pods?fieldSelector=spec.nodeName={self.name}"
         while True:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(*CUT_OFF, ValueError):
                 listed = self.api.get(pods)
                 self.events.put(("LIST", listed["items"]))
                 version = listed["metadata"]["resourceVersion"]
@@ -422,7 +419,7 @@ class Node:
             time.sleep(0.1)
 
     def serve(self) -> None:
-        """Act on what changes, for ever."""
+        """Act on what changes, until the process ends."""
         while True:
             try:
                 kind, what = self.events.get(timeout=0.1)
@@ -500,14 +497,13 @@ class Node:
         }
         limits = container.get("resources", {}).get("limits", {})
         if count := int(limits.get(GPU, 0)):
-            taken = {gpu for other in self.runs.values() for gpu in other.gpus}
+            taken = {gpu for other in self.runs.values() if other is not run for gpu in other.gpus}
             run.gpus = tuple(gpu for gpu in range(int(CAPACITY[GPU])) if gpu not in taken)[:count]
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
         security = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
         spec = {
             "argv": [expand(word, env) for word in (*container.get("command", ()), *container.get("args", ()))],
             "env": env,
-            "cwd": container.get("workingDir", "/"),
             "hostname": self._hostname(pod),
             "limit": quantity(limits.get("memory", "0")),
             "mounts": mounts,
@@ -522,9 +518,9 @@ class Node:
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ASKED),  # noqa: PLW1509 - until it listens
         )
         assert run.process.stdin is not None
-        run.process.stdin.write(json.dumps(spec))
-        run.process.stdin.close()
         threading.Thread(target=self._wait, args=(pod["metadata"]["uid"], run.process), daemon=True).start()
+        with contextlib.suppress(OSError), run.process.stdin as stdin:  # it may have ended; `_wait` reports that
+            stdin.write(json.dumps(spec))
         run.started = now()
         self._report(pod, "Running", {"running": {"startedAt": run.started}})
 
@@ -558,11 +554,10 @@ class Node:
                 for name, data in files.items():
                     (folder / name).write_bytes(data)
         container = run.pod["spec"]["containers"][0]
-        mounts = []
-        for mount in container.get("volumeMounts", ()):
-            source = os.path.join(sources[mount["name"]], mount.get("subPath", ""))
-            mounts.append((source, mount["mountPath"], bool(mount.get("readOnly"))))
-        return mounts
+        return [
+            (sources[mount["name"]], mount["mountPath"], bool(mount.get("readOnly")))
+            for mount in container.get("volumeMounts", ())
+        ]
 
     @staticmethod
     def _host_path(volume: Json) -> str:
@@ -698,7 +693,7 @@ class Node:
 
 
 def serve_logs(node: Node, folder: Path) -> None:
-    """Serve the logs of pods to the API server, for `kubectl logs`, for ever."""
+    """Serve the logs of pods to the API server, for `kubectl logs`, until the process ends."""
 
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -729,9 +724,17 @@ def serve_logs(node: Node, folder: Path) -> None:
     server.serve_forever()
 
 
+def end_process(what: threading.ExceptHookArgs) -> None:
+    """End the process with the traceback of a thread: the node is lost then, as when a kubelet ends."""
+    sys.excepthook(what.exc_type, what.exc_value or what.exc_type(), what.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def run_node(name: str, address: str, server: str, folder: Path) -> None:
-    """Be a node, until a signal ends it."""
+    """Run the pods of a node until a signal ends the process."""
     node = Node(name, address, Api(server, folder), folder)
+    threading.excepthook = end_process
     signal.signal(signal.SIGUSR1, lambda *_: node.events.put(("evict", None)))
     node.register()
     for target, arguments in ((node.beat, ()), (node.watch, ()), (serve_logs, (node, folder))):

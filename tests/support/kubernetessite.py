@@ -13,6 +13,9 @@ from enginesneeded import is_required
 from hostlab import Process, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders
 
+TEST_S = 6 * kubernetes.UP_S
+"""Time limit of a test: bringing the cluster up has three waits of `UP_S`, and settling it two."""
+
 
 class KubernetesSite(Site):
     """The lab, and its cluster."""

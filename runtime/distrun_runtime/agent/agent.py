@@ -335,9 +335,9 @@ class Agent:
             elif self._say_ready is not None:
                 self._say_ready()  # it is the first one again
             return
-        self._begun, self._sample_s = plan, sample_s
+        self._begun = plan
         try:
-            share = take(dict(header, plan=plan))
+            self._sample_s, share = float(sample_s), take(dict(header, plan=plan))
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
             self._fail(err)
             return
@@ -390,7 +390,7 @@ class Agent:
 
         hooks = Hooks(self._channel, self._stopping.task_of, self._may_help)
         self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
-        self._measuring.set_interval(float(self._sample_s), time.monotonic())
+        self._measuring.set_interval(self._sample_s, time.monotonic())
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:

@@ -337,7 +337,7 @@ def private_root() -> str:
 
 def all_folders() -> List[str]:
     """Return the folders of all jobs on this machine."""
-    return [folder for job in dict.fromkeys(_listed("")) for folder in _below(os.path.basename(job))]
+    return [folder for name in dict.fromkeys(map(os.path.basename, _listed(""))) for folder in _below(name)]
 
 
 def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:

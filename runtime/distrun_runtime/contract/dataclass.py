@@ -164,8 +164,11 @@ def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
             return float(value)
         except OverflowError:
             raise ValueError(f"{name}: expected a number, found one that is too large") from None
-    if outer == "Time" and isinstance(value, str):
-        return seconds(value)
+    if outer == "Time":
+        try:
+            return seconds(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}: expected a time (RFC 3339), found {value!r:.40}") from None
     expected, what = (list, "a list") if outer == "Tuple" else _PLAIN.get(outer, (dict, "an object"))
     if outer != "Any" and type(value) is not expected:
         raise ValueError(f"{name}: expected {what}, found {value!r:.40}")

@@ -127,7 +127,7 @@ def from_json(value: Mapping[str, Any]) -> Outcome:
     """Return the outcome that outcome.json holds, or a coordinator tells by the same members.
 
     Raises:
-        LookupError, ValueError: `value` is none.
+        LookupError, TypeError, ValueError: `value` does not describe an outcome.
     """
     return read(Outcome, value, job=value["id"])
 

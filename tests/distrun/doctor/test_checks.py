@@ -130,10 +130,7 @@ def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: st
     assert [row.text for row in found[:-1]] == ([passed] if passed else [])
 
 
-KINDS = "dns refused timeout unreachable hostkey auth password python folder disk clock module activation interface"
-
-
-@pytest.mark.parametrize("kind", [*KINDS.split(), "gpus", "protocol", "other"])
+@pytest.mark.parametrize("kind", [*(kind for _, kinds in checks.STEPS for kind in kinds), "other"])
 def test_every_problem_is_a_fault_with_something_to_type(kind: str) -> None:
     row = checks.check(ExaminedHost("gpu01", problem=Problem("gpu01", kind, "why")), REQUEST)[-1]
     assert row.mark == BAD

@@ -1,5 +1,5 @@
-// The control plane of the lab's Kubernetes cluster, and kubectl, as one program: it is what the name says by which it is called.
-// One program is linked once instead of five times.
+// The control plane of the lab's Kubernetes cluster, and kubectl, in one program, which is linked once instead of five
+// times. The name by which it is called selects the part.
 package main
 
 import (
