@@ -178,6 +178,7 @@ def test_a_worker_that_replaces_a_lost_one_takes_its_place_in_the_lists_of_all_h
     aws.create(Package=f"s3://data/{wheel.name}")
     register = cloud.files / ".distrun"
     register.mkdir()
+    (register / "workers").write_text("10.0.0.10 slots=1\n10.0.0.12 slots=1\n")
     for address in (ADDRESSES["h1"], "10.0.0.12"):
         (register / f"{address}.host").write_text(f"{address} slots=1\n")
         (register / f"{address}.sshd").write_text(f"{address} ssh-ed25519 key-of-{address}\n")

@@ -1,4 +1,4 @@
-"""The scripts of the templates `compose` and `cloud-init` on hosts of the lab: a job trains over what they set up."""
+"""Scripts of the templates for containers and machines on hosts of the lab: a job trains over what they set up."""
 
 from __future__ import annotations
 
@@ -79,6 +79,23 @@ def fresh(lab: Site) -> Iterator[Site]:
     for name in HOSTS:
         lab[name].kill()
         lab[name].boot()
+
+
+# dockerfile
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_user_1000_of_an_image_is_train_whether_or_not_its_base_has_one(fresh: Site, taken: bool) -> None:
+    host = fresh["h1"]
+    host.exec("sh", "-c", "! user=$(id -nu 1000) || userdel --force $user")
+    if taken:
+        host.exec("useradd", "--uid", "1000", "ubuntu")
+    text = templates.render(templates.find("dockerfile"))
+    script = text[text.index("if user=") : text.index("# Not a virtual environment")]
+    host.exec("bash", "-euc", script)
+    name, _, uid, _, _, home, shell = host.exec("getent", "passwd", "1000").strip().split(":")
+    assert (name, uid, home, shell) == ("train", "1000", "/srv/train", "/bin/bash")
+    assert host.exec("stat", "--format=%u:%g", "/srv/train", "/keys", "/workspace").split() == ["1000:1000"] * 3
 
 
 # compose
