@@ -26,7 +26,7 @@ class Server:
                 server.asked.append((self.command, self.path, body, headers))
                 status, said, more = server.answer(self.command, self.path, headers)
                 self.send_response(status)
-                for name, text in {**more, "Content-Length": str(len(said))}.items():
+                for name, text in {"Content-Length": str(len(said)), **more}.items():
                     self.send_header(name, text)
                 self.end_headers()
                 self.wfile.write(said)
