@@ -158,14 +158,13 @@ def _idx_bytes(path: str | os.PathLike[str], axes: int) -> NDArray[np.uint8]:
 
 
 def _mnist_file(folder: str | os.PathLike[str], names: list[str]) -> File:
-    refused: list[PermissionError] = []
+    refused: list[OSError] = []
     for name in names:
         for path in (_within(folder, name), _within(folder, name + ".gz")):
             if _is_file(path, refused):
                 return path
-    if refused:
-        raise refused[0]
-    raise FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {name_of(folder)}")
+    missing = FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {name_of(folder)}")
+    raise (*refused, missing)[0]
 
 
 def _within(folder: str | os.PathLike[str], name: str) -> File:
@@ -173,7 +172,7 @@ def _within(folder: str | os.PathLike[str], name: str) -> File:
     return f"{os.fspath(folder).rstrip('/')}/{name}" if is_address(folder) else Path(folder) / name
 
 
-def _is_file(path: File, refused: list[PermissionError]) -> bool:
+def _is_file(path: File, refused: list[OSError]) -> bool:
     """Return whether there is such a file. A server that refuses to say so may have none: `refused` keeps its error."""
     if isinstance(path, Path):
         return path.is_file()
@@ -199,14 +198,12 @@ def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Fi
     has_inner = inner.is_dir() if isinstance(inner, Path) else _is_file(_within(inner, names[0]), [])
     place = inner if has_inner else folder
     for name in names:
-        refused: list[PermissionError] = []
+        refused: list[OSError] = []
         if not _is_file(_within(place, name), refused):
             version = "the binary version of CIFAR-10"
             if _is_file(_within(place, Path(name).stem), []) or (Path(folder) / "cifar-10-batches-py").is_dir():
                 version += "; the version for Python is pickles, which can run any program and are not read"
-            if refused:
-                raise refused[0]
-            raise FileNotFoundError(f"there is no {name} in {name_of(place)} ({version})")
+            raise (*refused, FileNotFoundError(f"there is no {name} in {name_of(place)} ({version})"))[0]
     return [_within(place, name) for name in names]
 
 

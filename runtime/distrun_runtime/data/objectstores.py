@@ -114,24 +114,19 @@ def denial_of(error: BaseException) -> Denial:
     if isinstance(response, dict):  # botocore's ClientError, of which s3fs makes another one
         return _denial_of_s3(response)
     status = int(getattr(error, "status_code", None) or 0)  # Azure's
-    names = causes = _class_names(error)
-    cause = error.__cause__
-    while cause:
-        causes += _class_names(cause)
-        cause = cause.__cause__
+    chain = [error]
+    while chain[-1].__cause__:
+        chain.append(chain[-1].__cause__)
+    names, *causes = [" ".join(kind.__name__ for kind in type(each).__mro__) for each in chain]
     is_final, attempts = _IS_FINAL.search(names), _attempts(status, bool(_IS_RETRYABLE.search(names)))
     if is_final and "Certificate" not in names:
         status = status or 403
     if is_final:
         attempts = NO_CREDENTIALS_ATTEMPTS if "NoCredentialsError" in names else 1
-    if _IS_CREDENTIALS_SERVICE.search(causes):
+    if _IS_CREDENTIALS_SERVICE.search(" ".join([names, *causes])):
         attempts = CREDENTIALS_ATTEMPTS
     text = redacted_text(str(error)) or "no answer in time"
     return Denial(status, f"{status or type(error).__name__}: {text}", attempts=attempts)
-
-
-def _class_names(error: BaseException) -> str:
-    return " ".join(kind.__name__ for kind in type(error).__mro__)
 
 
 def _denial_of_s3(response: dict[str, Any]) -> Denial:
@@ -202,9 +197,8 @@ class ObjectReader:
             left = begun + self._timeout_s - self.loop.time()
             try:
                 # A whole object takes its time: half of it would be in vain.
-                return await asyncio.wait_for(
-                    self._ask(begin, end), left if self._whole else min(self._timeout_s / 2, left)
-                )
+                limit_s = left if self._whole else min(self._timeout_s / 2, left)
+                return await asyncio.wait_for(self._ask(begin, end), limit_s)
             except Exception as error:  # the clients share no class
                 denial = denial_of(error)
             if denial.status == RANGE:
@@ -255,11 +249,8 @@ class ObjectReader:
                 await self._files.set_session(refresh=True)  # this one never looks for them again
             raise
         async with found["Body"] as body:
-            told, size = found.get("ContentRange"), found["ContentLength"]
-            if told is None:
-                self._need_small(size)
             content = await body.read()
-        return _piece(content, told, size, found["ETag"].strip('"'), (begin, end))
+        return _piece(content, found.get("ContentRange"), len(content), found["ETag"].strip('"'), (begin, end))
 
     async def _of_azure(self, begin: int, end: int) -> Piece:
         place = (self._bucket, self._key)

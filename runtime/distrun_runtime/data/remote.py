@@ -191,11 +191,9 @@ class RemoteBytes:
                 return
             if block not in self._ahead:
                 self._ahead.add(block)
-                if block not in self._blocks and block not in self._writing and not self._is_kept(block):
+                is_kept = block in self._writing or (self._cache is not None and self._cache.has(self._name(block)))
+                if block not in self._blocks and not is_kept:
                     self._blocks[block] = self._request(block)
-
-    def _is_kept(self, block: int) -> bool:
-        return self._cache is not None and self._cache.has(self._name(block))
 
     def _block(self, block: int) -> concurrent.futures.Future[bytes]:
         """Return a block that is in memory, on the disk, or requested now."""
