@@ -350,8 +350,10 @@ def test_faults_that_pass_are_survived(fault: Any, objects: ObjectServer) -> Non
 
 
 def test_a_request_that_hangs_is_sent_again(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = objects.put("data", "x", b"abc")
+    remote.opened(url)  # a client takes its time to start
     monkeypatch.setenv("DISTRUN_DATA_TIMEOUT", "2")
-    data = remote.opened(objects.put("data", "x", b"abc"))
+    data = remote.opened(url)
     objects.fault = times(1, slow(3))
     assert data[:] == b"abc"
 
