@@ -2,8 +2,8 @@
 
     python benchmarks/remote.py --write          # docs/benchmarks.md
 
-The store is a plain web server on the loopback address, in a process of its own, that answers ranges by sendfile: what
-is measured is what our side of reading costs, not a network.
+The store is a plain web server on the loopback address, in a process of its own, that answers ranges by sendfile: at
+once, to measure the cost of our side, and after a delay, which only reading ahead can hide.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ from distrun_runtime.data import ImageRecords, IRHeader, Reader, RecordFile, Rec
 Way = Callable[[], int]
 
 WORKS = ("records in order", "records shuffled", "images")
-SOURCES = ("file", "server", "disk cache")
+DELAY_S = 0.05
+"""Delay of each answer of the slow server."""
+SOURCES = ("file", "server", "disk cache", "slow server")
 
 
 def serve(folder: Path, pipe: Connection) -> None:
-    """Answer ranges of the files of a folder for ever; tell the port first."""
+    """Answer ranges of the files of a folder for ever, below `/slow/` after a delay; tell the port first."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            with open(folder / self.path.lstrip("/"), "rb") as file:
+            if self.path.startswith("/slow/"):
+                time.sleep(DELAY_S)
+            with open(folder / self.path.removeprefix("/slow").lstrip("/"), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 begin, end = map(int, re.findall(r"\d+", self.headers["Range"]))
                 end = min(end + 1, size)
                 self.send_response(206)
                 self.send_header("ETag", '"1"')
                 self.send_header("Content-Length", str(end - begin))
-                self.send_header("Content-Range", "bytes %d-%d/%d" % (begin, end - 1, size))
+                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
                 self.end_headers()
                 while begin < end:
                     begin += os.sendfile(self.connection.fileno(), file.fileno(), begin, end - begin)
@@ -58,7 +62,7 @@ def serve(folder: Path, pipe: Connection) -> None:
     server.serve_forever()
 
 
-def made(folder: Path, megabytes: int) -> None:
+def write_records(folder: Path, megabytes: int) -> None:
     """Write records of 8 KB, and images of 256 x 256 as JPEG, with their indexes."""
     rng = np.random.default_rng(0)
     with RecordWriter(folder / "records.rec", folder / "records.idx") as file:
@@ -109,13 +113,14 @@ def timed(read: Way) -> float:
 
 
 def measure(folder: Path, url: str, runs: int) -> dict[tuple[str, str], list[float]]:
-    """Return the seconds of each run, by work and source, which take turns. The disk cache is emptied for `server`."""
+    """Return the seconds of each run, by work and source, which take turns. Both servers find no disk cache."""
     found: dict[tuple[str, str], list[float]] = {(work, source): [] for work in WORKS for source in SOURCES}
     for run in range(runs + 1):
         for (work, source), times in found.items():
-            if source == "server":
+            if source.endswith("server"):
                 shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "distrun" / "data", ignore_errors=True)
-            seconds = timed(way(work, str(folder) if source == "file" else url))
+            place = {"file": str(folder), "slow server": url + "/slow"}.get(source, url)
+            seconds = timed(way(work, place))
             if run:  # the first warms up
                 times.append(seconds)
     return found
@@ -123,59 +128,64 @@ def measure(folder: Path, url: str, runs: int) -> dict[tuple[str, str], list[flo
 
 def table(found: dict[tuple[str, str], list[float]]) -> str:
     """Return milliseconds, and the ratio to files: the median of the runs' ratios, and their range."""
-    rows = ["| work | %s |" % " | ".join(SOURCES), "|---" * (len(SOURCES) + 1) + "|"]
+    rows = [f"| work | {' | '.join(SOURCES)} |", "|---" * (len(SOURCES) + 1) + "|"]
     for work in WORKS:
         cells = []
         for source in SOURCES:
-            cells.append("%.0f" % (statistics.median(found[work, source]) * 1e3))
+            cells.append(f"{statistics.median(found[work, source]) * 1e3:.0f}")
             if source != "file":
                 ratios = [one / other for one, other in zip(found[work, source], found[work, "file"], strict=True)]
-                cells[-1] += " (%.1f, %.1f-%.1f)" % (statistics.median(ratios), min(ratios), max(ratios))
-        rows.append("| %s | %s |" % (work, " | ".join(cells)))
+                cells[-1] += f" ({statistics.median(ratios):.1f}, {min(ratios):.1f}-{max(ratios):.1f})"
+        rows.append(f"| {work} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 HEADING = "Reading from an object store"
-SECTION = """\
-Measured by `benchmarks/remote.py`, in one process. %d MB of records of 8 KB are read in order and, by a `Reader`,
-shuffled; %d JPEG images of 256 x 256 are decoded and cut. `file`: from files. `server`: by ranges from a web server on
-the loopback address, with nothing in the disk cache. `disk cache`: the same, with all of it in the disk cache.
+
+
+def section(text: str, options: argparse.Namespace, circumstances: str) -> str:
+    """Return the body of the page's section."""
+    note = f"* {options.note}\n" if options.note else ""
+    return f"""\
+Measured by `benchmarks/remote.py`, in one process. {options.megabytes} MB of records of 8 KB are read in order and,
+by a `Reader`, shuffled; {options.megabytes * 5} JPEG images of 256 x 256 are decoded and cut.
+
+`file`: from files. `server`: by ranges from a web server on the loopback address, with nothing in the disk cache.
+`disk cache`: the same, with all of it in the disk cache. `slow server`: as `server`, with a delay of
+{DELAY_S * 1e3:.0f} ms before each answer.
 
 Milliseconds, and in brackets the time divided by that of files: median of the runs' ratios, and their range.
 
-%s
+{text}
 
-%s
-* Medians of %d runs, in which the sources take turns, after one that is not counted.
-%s"""
+{circumstances}
+* Medians of {options.runs} runs, in which the sources take turns, after one that is not counted.
+{note}"""
 
 
 def main() -> None:
     """Measure, print the table, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="runs (default 5, after 1 to warm up)")
-    parser.add_argument("--megabytes", type=int, default=200, help="MB of records (default 200)")
+    parser.add_argument("--megabytes", type=int, default=50, help="MB of records (default 50)")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        made(folder, options.megabytes)
+        write_records(folder, options.megabytes)
         ours, theirs = multiprocessing.Pipe()
         server = multiprocessing.get_context("fork").Process(target=serve, args=(folder, theirs), daemon=True)
         server.start()
-        found = measure(folder, "http://127.0.0.1:%d" % ours.recv(), options.runs)
+        found = measure(folder, f"http://127.0.0.1:{ours.recv()}", options.runs)
         server.terminate()
     text = table(found)
     print(text)
     if options.write:
         import report
 
-        note = "* %s\n" % options.note if options.note else ""
-        circumstances = report.circumstances("remote.py", "--note")
-        numbers = (options.megabytes, options.megabytes * 5, text, circumstances, options.runs, note)
-        report.write(HEADING, SECTION % numbers)
+        report.write(HEADING, section(text, options, report.circumstances("remote.py", "--note")))
 
 
 if __name__ == "__main__":

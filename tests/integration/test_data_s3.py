@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distrun_cli import Distrun
-from objectservers import ObjectServer, objects, said, times
+from objectservers import ObjectServer, objects, refusal, times
 
 from distrun_runtime.data import IRHeader, RecordWriter, pack_image
 from distrun_runtime.data.remote import BLOCK_BYTES
@@ -65,7 +65,7 @@ def test_two_workers_train_from_a_bucket_and_each_reads_half_of_the_bytes(
         objects.put("data", name, (tmp_path / name).read_bytes())
     size = (tmp_path / "train.rec").stat().st_size
     assert size > 12 * BLOCK_BYTES
-    objects.fault = times(4, said("503 Slow Down", "SlowDown"))
+    objects.fault = times(4, refusal("503 Slow Down", "SlowDown"))
     (tmp_path / "train.py").write_text(PROGRAM)
     done = Distrun(tmp_path).run(
         "launch", "-n", "2", "-s", "1", "--launcher", "local", sys.executable, str(tmp_path / "train.py")

@@ -75,7 +75,7 @@ class ObjectServer:
         self._thread.join(10)
 
 
-def said(status: str, code: str, message: str = "", region: str = "") -> Fault:
+def refusal(status: str, code: str, message: str = "", region: str = "") -> Fault:
     """Answer with an error of S3."""
 
     def fault(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -110,7 +110,7 @@ def slow(seconds: float) -> Fault:
     def fault(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         def body() -> Iterator[bytes]:
             time.sleep(seconds)
-            yield from said("500 Internal Server Error", "InternalError")(environ, start_response) or ()
+            yield from refusal("500 Internal Server Error", "InternalError")(environ, start_response) or ()
 
         return body()
 

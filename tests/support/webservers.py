@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,10 +27,11 @@ class Server:
                 server.asked.append((self.command, self.path, body, headers))
                 status, said, more = server.answer(self.command, self.path, headers)
                 self.send_response(status)
-                for name, text in {**more, "Content-Length": str(len(said))}.items():
+                for name, text in {"Content-Length": str(len(said)), **more}.items():
                     self.send_header(name, text)
-                self.end_headers()
-                self.wfile.write(said)
+                with contextlib.suppress(ConnectionError):  # a client may have read enough
+                    self.end_headers()
+                    self.wfile.write(said)
 
             do_GET = do_PUT = do_POST = do_DELETE = do
 

@@ -130,15 +130,19 @@ def read_cached(path: str) -> bytes:
     return b""
 
 
-def write_cached(path: str, data: bytes) -> None:
-    """Write a file, for which others may be doing the same. Raises OSError."""
+def write_cached(path: str, data: bytes, rename: Callable[[str, str], None] = os.replace) -> None:
+    """Write a file, for which others may be doing the same. Raises OSError.
+
+    Arguments:
+        rename: gives the whole file its name, or raises.
+    """
     import tempfile  # where nothing was kept
 
     handle, fresh = tempfile.mkstemp(prefix=FRESH, dir=os.path.dirname(path))
     try:
         with open(handle, "wb") as file:
             file.write(_digest(path, data) + b"\n" + data)
-        os.replace(fresh, path)
+        rename(fresh, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(fresh)

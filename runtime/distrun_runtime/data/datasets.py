@@ -79,6 +79,7 @@ def mnist_files(folder: str | os.PathLike[str], train: bool = True) -> tuple[Fil
 
     Raises:
         FileNotFoundError: one is missing; the names that were looked for.
+        PermissionError: one is missing or may not be read; object stores do not always tell which.
     """
     images, labels = (
         _mnist_file(folder, [name + ending for ending in endings])
@@ -157,11 +158,13 @@ def _idx_bytes(path: str | os.PathLike[str], axes: int) -> NDArray[np.uint8]:
 
 
 def _mnist_file(folder: str | os.PathLike[str], names: list[str]) -> File:
+    refused: list[OSError] = []
     for name in names:
         for path in (_within(folder, name), _within(folder, name + ".gz")):
-            if _is_file(path):
+            if _is_file(path, refused):
                 return path
-    raise FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {name_of(folder)}")
+    missing = FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {name_of(folder)}")
+    raise (*refused, missing)[0]
 
 
 def _within(folder: str | os.PathLike[str], name: str) -> File:
@@ -169,12 +172,17 @@ def _within(folder: str | os.PathLike[str], name: str) -> File:
     return f"{os.fspath(folder).rstrip('/')}/{name}" if is_address(folder) else Path(folder) / name
 
 
-def _is_file(path: File) -> bool:
+def _is_file(path: File, refused: list[OSError]) -> bool:
+    """Return whether there is such a file. A server that refuses to say so may have none: `refused` keeps its error."""
     if isinstance(path, Path):
         return path.is_file()
     from distrun_runtime.data import remote
 
-    return remote.exists(path)
+    try:
+        return remote.exists(path)
+    except PermissionError as error:
+        refused.append(error)
+        return False
 
 
 def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[File]:
@@ -184,16 +192,18 @@ def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Fi
 
     Raises:
         FileNotFoundError: one is missing; its name.
+        PermissionError: as `mnist_files`.
     """
     inner, names = _within(folder, "cifar-10-batches-bin"), CIFAR10_NAMES[train]
-    has_inner = inner.is_dir() if isinstance(inner, Path) else _is_file(_within(inner, names[0]))
+    has_inner = inner.is_dir() if isinstance(inner, Path) else _is_file(_within(inner, names[0]), [])
     place = inner if has_inner else folder
     for name in names:
-        if not _is_file(_within(place, name)):
+        refused: list[OSError] = []
+        if not _is_file(_within(place, name), refused):
             version = "the binary version of CIFAR-10"
-            if _is_file(_within(place, Path(name).stem)) or (Path(folder) / "cifar-10-batches-py").is_dir():
+            if _is_file(_within(place, Path(name).stem), []) or (Path(folder) / "cifar-10-batches-py").is_dir():
                 version += "; the version for Python is pickles, which can run any program and are not read"
-            raise FileNotFoundError(f"there is no {name} in {name_of(place)} ({version})")
+            raise (*refused, FileNotFoundError(f"there is no {name} in {name_of(place)} ({version})"))[0]
     return [_within(place, name) for name in names]
 
 
@@ -321,6 +331,11 @@ class ImageRecords:
         """Return one example and its label, for a torch DataLoader."""
         data, label = self.read(np.array([position]))
         return data[0], label[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """Return the examples of a batch, for a torch DataLoader: they are requested at the same time."""
+        self.expect(np.asarray(positions, np.int64))
+        return [self[position] for position in positions]
 
     def cut(self, num_parts: int, part_index: int) -> ImageRecords:
         """Return a part, cut by bytes as `RecordFile.cut` does it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import random
 import re
 from dataclasses import dataclass
@@ -31,17 +32,22 @@ TOLD_ATTEMPT = 4
 """The attempt from which on the log says that requests fail."""
 CREDENTIALS_S = 5.0
 """Seconds in which a client must say where its credentials come from."""
+ANSWER_BYTES = 1 << 16
+"""Bytes of an answer with an error in which its message is looked for."""
 WHOLE_LIMIT = 256 << 20
 """Bytes of the largest object that is read from a server that does not answer ranges."""
 
 MISSING, DENIED, RANGE = (404,), (401, 403), 416
-PASSING = (408, 425, 429)
-"""Status codes below 500 that say: later."""
+RETRYABLE = (408, 425, 429)
+"""Status codes below 500 after which the same request may succeed later."""
 NO_CREDENTIALS = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "ExpiredTokenException")
 """Codes of S3 with status 400 that are about credentials."""
-_IS_PASSING = re.compile(
+CREDENTIALS_ATTEMPTS, NO_CREDENTIALS_ATTEMPTS = 6, 3
+"""Attempts if the service of the credentials fails, and if there are none: it may not be ready yet."""
+_IS_RETRYABLE = re.compile(
     "Timeout|Connection|Incomplete|Payload|Streaming|HTTPClient|ServiceRe(quest|sponse)|ProxyError"
 )
+_IS_CREDENTIALS_SERVICE = re.compile("MetadataRetrievalError|CredentialRetrievalError|TransportError")
 _IS_FINAL = re.compile("Credential|Certificate|Authentication|RefreshError|ProfileNotFound")
 """Names of exception classes of the clients, and of the classes that they derive from."""
 
@@ -54,20 +60,20 @@ class Piece:
     size: int
     version: str
     is_range: bool = True
-    """False: the server does not answer ranges; `content` is the whole object."""
+    """False: the server does not answer ranges, and sent the whole object."""
 
 
 @dataclass(frozen=True)
 class Denial:
-    """What a server said in place of bytes; status 0: nothing, the client's text is why."""
+    """The failure of a request, as the server answered it. Status 0: there is no answer; the text is the client's."""
 
     status: int
     text: str
     code: str = ""
     region: str = ""
     """Region of the bucket, if the request went to another one."""
-    passes: bool = False
-    """The same request may succeed later."""
+    attempts: float = 1
+    """Attempts after which the request is not sent again; infinite: it is until the deadline."""
 
     @property
     def kind(self) -> type[OSError]:
@@ -85,15 +91,19 @@ class RefusedByServer(Exception):
         self.denial = denial
 
 
-def shown(address: str) -> str:
+def redacted(address: str) -> str:
     """Return an address or path as it may be shown: without user, password and query string."""
-    return plain(address) if "://" in address else address
+    scheme, is_address, rest = address.partition("://")
+    if not is_address:
+        return address
+    place, has_query, _ = rest.partition("?")
+    return f"{scheme}://{re.sub('^[^/]*@', '***@', place)}{'?***' if has_query else ''}"
 
 
-def plain(text: str) -> str:
-    """Return the first two lines of what a client or server said, with addresses in it masked."""
+def redacted_text(text: str) -> str:
+    """Return the first two lines of a message of a client or server, with the secrets of addresses masked."""
     line = ": ".join(text.strip().splitlines()[:2])[:400]
-    return re.sub(r"\?[^\s'\"]+", "?***", re.sub(r"://[^/\s@]+@", "://***@", line))
+    return re.sub(r"\?[^\s'\"]+", "?***", re.sub(r"://[^/\s]*@", "://***@", line))
 
 
 def denial_of(error: BaseException) -> Denial:
@@ -104,27 +114,34 @@ def denial_of(error: BaseException) -> Denial:
     if isinstance(response, dict):  # botocore's ClientError, of which s3fs makes another one
         return _denial_of_s3(response)
     status = int(getattr(error, "status_code", None) or 0)  # Azure's
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    is_final, passes = _IS_FINAL.search(names), is_passing(status) or bool(_IS_PASSING.search(names))
+    chain = [error]
+    while chain[-1].__cause__:
+        chain.append(chain[-1].__cause__)
+    names, *causes = [" ".join(kind.__name__ for kind in type(each).__mro__) for each in chain]
+    is_final, attempts = _IS_FINAL.search(names), _attempts(status, bool(_IS_RETRYABLE.search(names)))
     if is_final and "Certificate" not in names:
         status = status or 403
-    text = f"{status or type(error).__name__}: {plain(str(error)) or 'no answer in time'}"
-    return Denial(status, text, passes=passes and not is_final)
+    if is_final:
+        attempts = NO_CREDENTIALS_ATTEMPTS if "NoCredentialsError" in names else 1
+    if _IS_CREDENTIALS_SERVICE.search(" ".join([names, *causes])):
+        attempts = CREDENTIALS_ATTEMPTS
+    text = redacted_text(str(error)) or "no answer in time"
+    return Denial(status, f"{status or type(error).__name__}: {text}", attempts=attempts)
 
 
 def _denial_of_s3(response: dict[str, Any]) -> Denial:
-    said, meta = response["Error"], response.get("ResponseMetadata", {})
-    status, code = int(meta.get("HTTPStatusCode", 0)), str(said.get("Code", ""))
-    region = said.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
+    fault, meta = response["Error"], response.get("ResponseMetadata", {})
+    status, code = int(meta.get("HTTPStatusCode", 0)), str(fault.get("Code", ""))
+    region = fault.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
     is_wrong_region = status == 301 or code in ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-    passes = is_passing(status) or code in ("RequestTimeout", "SlowDown", "InternalError")
-    text = plain(f"{status} {code}: {said.get('Message', '')}")
-    return Denial(status, text, code, str(region or "another one") if is_wrong_region else "", passes)
+    attempts = _attempts(status, code in ("RequestTimeout", "SlowDown", "InternalError"))
+    text = redacted_text(f"{status} {code}: {fault.get('Message', '')}")
+    return Denial(status, text, code, str(region or "another one") if is_wrong_region else "", attempts)
 
 
-def is_passing(status: int) -> bool:
-    """Return whether a request that was answered with this status may succeed later."""
-    return status >= 500 or status in PASSING
+def _attempts(status: int, is_retryable: bool = False) -> float:
+    """Return how often a request is sent that failed with this status, or for another reason that `is_retryable`."""
+    return math.inf if is_retryable or status >= 500 or status in RETRYABLE else 1
 
 
 def pause_s(attempt: int, chance: float) -> float:
@@ -140,7 +157,7 @@ class ObjectReader:
     """Reads ranges of one object: `await reader.get(0, 1000)` in the event loop `reader.loop`.
 
     Raises:
-        FileNotFoundError: no scheme that is known.
+        FileNotFoundError: no scheme that is known, or no object in a bucket.
         ImportError: the package of the scheme is missing.
         PermissionError: the client has no credentials, or not whole ones.
     """
@@ -150,12 +167,16 @@ class ObjectReader:
         parts = urlsplit(url)
         self._scheme = parts.scheme.lower()
         self._bucket, self._key = parts.netloc.rpartition("@")[2], url.partition("://")[2].partition("/")[2]
+        self._whole = ""
+        """The remark that the server does not answer ranges."""
         _need_client(self._scheme, url)
+        if SCHEMES[self._scheme] != "aiohttp" and not (self._bucket and self._key):
+            raise FileNotFoundError(f"{redacted(url)} names no object, expected {self._scheme}://BUCKET/KEY")
         failure = ""
         try:
             self._files = _file_system(self._scheme)
         except Exception as error:  # clients without credentials say so in many ways
-            failure = plain(str(error))
+            failure = redacted_text(str(error))
         if failure:
             raise PermissionError(f"{self._name()}: the client cannot start: {failure}{_FIXES.get(self._scheme, '')}")
         asks = {"s3fs": self._of_s3, "gcsfs": self._of_google, "adlfs": self._of_azure, "aiohttp": self._of_web}
@@ -175,34 +196,35 @@ class ObjectReader:
             attempt += 1
             left = begun + self._timeout_s - self.loop.time()
             try:
-                piece = await asyncio.wait_for(self._ask(begin, end), min(self._timeout_s / 2, left))
-                _need_whole(piece, begin, end)
-                return piece
+                # A whole object takes its time: half of it would be in vain.
+                limit_s = left if self._whole else min(self._timeout_s / 2, left)
+                return await asyncio.wait_for(self._ask(begin, end), limit_s)
             except Exception as error:  # the clients share no class
                 denial = denial_of(error)
             if denial.status == RANGE:
                 return Piece(b"", 0, "")
             wait = pause_s(attempt, random.random())
-            if attempt == TOLD_ATTEMPT and denial.passes:
+            is_retryable = attempt < denial.attempts
+            if attempt == TOLD_ATTEMPT and is_retryable:
                 logger.warning("%s: %s; trying again for %g s", self._name(), denial.text, left)
-            if not denial.passes or self.loop.time() + wait >= begun + self._timeout_s:
+            if not is_retryable or self.loop.time() + wait >= begun + self._timeout_s:
                 break
             await asyncio.sleep(wait)
         # Not within the except clause: what the client raised may have the address, with its query string, in it.
         credentials = await self._credentials()
-        if denial.passes:
+        if denial.attempts == math.inf:
             raise TimedOut(
                 f"{self._name()}: no whole answer for bytes {begin} to {end} in {self._timeout_s:g} s"
-                f" (DISTRUN_DATA_TIMEOUT) and {attempt} attempts; the last one: {denial.text}; credentials:"
-                f" {credentials}"
+                f" (DISTRUN_DATA_TIMEOUT) and {attempt} attempts; the last one: {denial.text}{self._whole};"
+                f" credentials: {credentials}"
             )
         raise denial.kind(f"{self._name()}: {denial.text}; credentials: {credentials}{self._fix(denial)}")
 
     def _name(self) -> str:
         """Return the object as errors name it."""
         if SCHEMES.get(self._scheme) == "aiohttp":
-            return shown(self.url)
-        return f"{shown(self.url)} (bucket {self._bucket}, key {plain(self._key)})"
+            return redacted(self.url)
+        return f"{redacted(self.url)} (bucket {self._bucket}, key {redacted_text(self._key)})"
 
     def _fix(self, denial: Denial) -> str:
         """Return what to do about it, to be put behind a message."""
@@ -220,10 +242,15 @@ class ObjectReader:
 
     async def _of_s3(self, begin: int, end: int) -> Piece:
         place = {"Bucket": self._bucket, "Key": self._key, "Range": f"bytes={begin}-{end - 1}"}
-        found = await self._files._call_s3("get_object", **place)
+        try:
+            found = await self._files._call_s3("get_object", **place)
+        except Exception as error:
+            if type(error).__name__ == "NoCredentialsError":
+                await self._files.set_session(refresh=True)  # this one never looks for them again
+            raise
         async with found["Body"] as body:
             content = await body.read()
-        return Piece(content, _size(found.get("ContentRange"), len(content)), found["ETag"].strip('"'))
+        return _piece(content, found.get("ContentRange"), len(content), found["ETag"].strip('"'), (begin, end))
 
     async def _of_azure(self, begin: int, end: int) -> Piece:
         place = (self._bucket, self._key)
@@ -231,7 +258,7 @@ class ObjectReader:
             stream = await blob.download_blob(offset=begin, length=end - begin, max_concurrency=1, retry_total=0)
             content = await stream.readall()
         found = stream.properties  # its size is that of the range
-        return Piece(content, _size(found.content_range, len(content)), found.etag.strip('"'))
+        return _piece(content, found.content_range, len(content), found.etag.strip('"'), (begin, end))
 
     async def _of_google(self, begin: int, end: int) -> Piece:
         await self._files._set_session()
@@ -247,19 +274,31 @@ class ObjectReader:
         ours = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         async with session.get(url, headers={**headers, **ours}) as found:
             status, told, content = found.status, found.headers, bytearray()
+            size = found.content_length
+            if status == 200:
+                self._need_small(size or 0)
+            # Of a whole object, the bytes behind the range are needed for its size alone.
+            enough = {200: WHOLE_LIMIT + 1 if size is None else end, 206: end - begin + 1}.get(status, ANSWER_BYTES)
             async for chunk in found.content.iter_any():
                 content += chunk
-                if len(content) > max(WHOLE_LIMIT, end - begin):
+                if len(content) >= enough:
                     break
             if status not in (200, 206):
-                said = re.search(rb'"message": *"([^"]+)', content)  # Google's
-                text = plain(f"{status} {said[1].decode(errors='replace') if said else found.reason}")
-                raise RefusedByServer(Denial(status, text, passes=is_passing(status)))
-            if len(content) > max(WHOLE_LIMIT, end - begin):
-                text = f"the server does not answer ranges, and the object is larger than {WHOLE_LIMIT >> 20} MiB"
-                raise RefusedByServer(Denial(0, f"{text}; copy it to this machine, such as by curl, and give its path"))
+                message = re.search(rb'"message": *"([^"]+)', content)  # Google's
+                text = redacted_text(f"{status} {message[1].decode(errors='replace') if message else found.reason}")
+                raise RefusedByServer(Denial(status, text, attempts=_attempts(status)))
+        if status == 200 and size is None:
+            self._need_small(len(content))
         version = told.get("X-Goog-Generation") or told.get("ETag") or told.get("Last-Modified", "")
-        return Piece(bytes(content), _size(told.get("Content-Range"), len(content)), version, status == 206)
+        given = told.get("Content-Range", "") if status == 206 else None
+        return _piece(bytes(content), given, len(content) if size is None else size, version, (begin, end))
+
+    def _need_small(self, size: int) -> None:
+        """Check the size of a whole object, which a server sends in place of a range."""
+        self._whole = f". The server does not answer ranges: the whole object, {size} bytes, is read each time"
+        if size > WHOLE_LIMIT:
+            text = f"the server does not answer ranges, and the object is larger than {WHOLE_LIMIT >> 20} MiB"
+            raise RefusedByServer(Denial(0, f"{text}; copy it to this machine, such as by curl, and give its path"))
 
     async def _credentials(self) -> str:
         """Return where the credentials come from, never what they are."""
@@ -272,9 +311,9 @@ class ObjectReader:
 def _need_client(scheme: str, url: str) -> None:
     """Check that addresses of a scheme can be read."""
     if scheme not in SCHEMES:
-        how = f": hdfs dfs -get {shown(url)}" if scheme == "hdfs" else ""
+        how = f": hdfs dfs -get {redacted(url)}" if scheme == "hdfs" else ""
         raise FileNotFoundError(
-            f"{shown(url)} is an address of {scheme}://, expected a path or one of"
+            f"{redacted(url)} is an address of {scheme}://, expected a path or one of"
             f" {', '.join(f'{each}://' for each in SCHEMES)}. fix: copy the file here first{how}"
         )
     try:
@@ -296,25 +335,41 @@ def _file_system(scheme: str) -> Any:
     if scheme == "s3":
         # The retries are ours, so that they have one deadline and are told of.
         options["config_kwargs"] = {**configured.get("config_kwargs", {}), "retries": {"max_attempts": 0}}
+    if scheme == "gs":
+        options["session_kwargs"] = {"auto_decompress": False, **configured.get("session_kwargs", {})}
     if SCHEMES[scheme] == "aiohttp":
-        options["client_kwargs"] = {"trust_env": True, **configured.get("client_kwargs", {})}
+        # A file that is sent with Content-Encoding is read as it is: its ranges are those of the compressed bytes.
+        options["client_kwargs"] = {"trust_env": True, "auto_decompress": False, **configured.get("client_kwargs", {})}
     files = fsspec.filesystem(scheme, **options)
     if scheme == "s3":
         files.retries = 1
     return files
 
 
-def _need_whole(piece: Piece, begin: int, end: int) -> None:
-    """Check that all bytes came that were asked for; a connection that is cut may look like an end."""
-    expected = max(0, min(end, piece.size) - begin) if piece.is_range else piece.size
+def _piece(content: bytes, told: str | None, size: int, version: str, wanted: tuple[int, int]) -> Piece:
+    """Return the wanted bytes of an object, from begin to end, from an answer.
+
+    Arguments:
+        told: the Content-Range of the content; None: it is the whole object, or its beginning.
+        size: of the object, unless `told` has it.
+
+    Raises:
+        RefusedByServer: another range than was asked for, or one without the object's size.
+        ConnectionError: not all of its bytes came; a connection that is cut may look like an end.
+    """
+    begin, end = wanted
+    if told is None:
+        piece = Piece(content[begin:end], size, version, is_range=False)
+    else:
+        found = re.fullmatch(r"bytes (\d+)-[^/]*/(\d+)", told)
+        if found is None or int(found[1]) != begin:
+            text = f"expected the answer's Content-Range to be 'bytes {begin}-{end - 1}/SIZE', found {told!r:.80}"
+            raise RefusedByServer(Denial(0, text))
+        piece = Piece(content, int(found[2]), version)
+    expected = max(0, min(end, piece.size) - begin)
     if len(piece.content) != expected:
         raise ConnectionError(f"{len(piece.content)} of {expected} bytes came")
-
-
-def _size(content_range: str | None, length: int) -> int:
-    """Return the size of an object from a Content-Range such as `bytes 0-9/100`; without one, all of it came."""
-    total = (content_range or "").rpartition("/")[2]
-    return int(total) if total.isdigit() else length
+    return piece
 
 
 _FIXES = {

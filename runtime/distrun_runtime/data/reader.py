@@ -49,7 +49,11 @@ class ReadsAhead(Protocol):
     """A data set that can fetch examples before they are read."""
 
     def expect(self, positions: Positions) -> None:
-        """Begin to fetch the examples at these positions, which are read next; forget earlier ones."""
+        """Begin to fetch the first of these examples, and the others as these are read; forget earlier calls.
+
+        Arguments:
+            positions: of all examples of a pass, in the order in which they are read.
+        """
         ...
 
 
@@ -195,10 +199,10 @@ class Reader:
         if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
-        size = self._batch_size
-        for begin in range(0, self._batches() * size, size):
-            if isinstance(self._dataset, ReadsAhead):
-                self._dataset.expect(positions[begin : begin + 2 * size])
+        size, count = self._batch_size, self._batches() * self._batch_size
+        if isinstance(self._dataset, ReadsAhead):
+            self._dataset.expect(positions[:count])
+        for begin in range(0, count, size):
             yield self._dataset.read(positions[begin : begin + size])
 
 

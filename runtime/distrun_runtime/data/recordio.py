@@ -15,11 +15,12 @@ import io
 import mmap
 import numbers
 import os
+import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Iterator, Union
+from typing import TYPE_CHECKING, Iterator, Sequence, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,16 @@ _IMAGE_HEAD = struct.Struct("<IfQQ")
 
 
 def is_address(path: object) -> bool:
-    """Return whether it is an address such as `s3://bucket/key`, and no path of this machine."""
+    """Return whether it is an address such as `s3://bucket/key`, and no path of this machine.
+
+    Raises:
+        FileNotFoundError: an address that `pathlib.Path` has made a path of.
+    """
+    if re.match("(s3|gs|az|https?):/[^/]", str(path)):
+        raise FileNotFoundError(
+            f"{path} has one slash, expected an address such as s3://bucket/key. fix: give it as a str;"
+            " pathlib.Path (argparse: type=Path) removes a slash"
+        )
     scheme, colon, _ = str(path).partition("://")
     return bool(colon) and scheme.isalnum()
 
@@ -70,7 +80,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
         return os.fspath(path)
     from distrun_runtime.data import objectstores
 
-    return objectstores.shown(os.fspath(path))
+    return objectstores.redacted(os.fspath(path))
 
 
 def damaged(path: str | os.PathLike[str], offset: int, expected: str, found: object) -> DataError:
@@ -206,6 +216,11 @@ class RecordFile:
             self._offsets = np.array(found, np.int64)
         return self._offsets
 
+    def __getitems__(self, positions: Sequence[int]) -> list[bytes]:
+        """Return the records of a batch, for a torch DataLoader: they are requested at the same time."""
+        self.expect(np.asarray(positions, np.int64))
+        return [self[position] for position in positions]
+
     def cut(self, num_parts: int, part_index: int) -> RecordFile:
         """Return a part: the records that begin in the part_index-th of num_parts equal runs of bytes.
 
@@ -228,14 +243,9 @@ class RecordFile:
         return _reopen(self.path, self._content, begin, end, offsets)
 
     def expect(self, positions: NDArray[np.int64]) -> None:
-        """Begin to fetch these records of an object store, which are read next. Files need nothing of it."""
-        if isinstance(self._content, (bytes, mmap.mmap)) or not len(positions):
-            return
-        starts = self.offsets[positions]
-        # A record ends where the next one begins, if the index has them in the file's order; else it is short.
-        following = self.offsets[np.minimum(positions + 1, len(self.offsets) - 1)]
-        ends = np.clip(following, starts + _HEAD.size, starts + EXPECTED_BYTES)
-        self._content.expect(zip(starts.tolist(), ends.tolist(), strict=True))
+        """Begin to fetch these records of an object store, which are read next, as fast as they are read."""
+        if not isinstance(self._content, (bytes, mmap.mmap)):
+            self._content.expect(_ranges(self.offsets, positions))
 
     def _expect_all(self) -> None:
         if not isinstance(self._content, (bytes, mmap.mmap)):
@@ -281,6 +291,16 @@ class RecordFile:
         if magic != MAGIC:
             raise damaged(self.path, offset, f"the magic number {MAGIC:#010x}", f"{magic:#010x}")
         return word >> 29, word & (LIMIT_BYTES - 1)
+
+
+def _ranges(offsets: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield where records begin and about where they end, computed as far as they are needed."""
+    for first in range(0, len(positions), 1000):
+        some = positions[first : first + 1000]
+        starts = offsets[some]
+        # A record ends where the next one begins, if the index has them in the file's order; else it is short.
+        ends = np.clip(offsets[np.minimum(some + 1, len(offsets) - 1)], starts + _HEAD.size, starts + EXPECTED_BYTES)
+        yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
 
 class RecordWriter:

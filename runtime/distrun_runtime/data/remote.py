@@ -1,8 +1,8 @@
 """An object of an object store as bytes to be sliced: read in blocks, ahead of need, and kept on this machine's disk.
 
-The blocks of all objects are in `distrun/data` of the user's cache, which the processes of a machine share: at most
-DISTRUN_DATA_CACHE_BYTES, those that were used least recently go first. A block is found by the object's address,
-version and size, so one of an earlier version is never taken for one of this.
+The blocks of objects that have a version are in `distrun/data` of the user's cache, which the processes of a machine
+share: at most DISTRUN_DATA_CACHE_BYTES, those that were used least recently go first. A block is found by the object's
+address, version and size, so one of an earlier version is never taken for one of this.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -17,12 +18,12 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from distrun_runtime.contract import environ, private
-from distrun_runtime.data.objectstores import ObjectReader, shown
+from distrun_runtime.data.objectstores import ObjectReader, redacted
 from distrun_runtime.errors import DataError, TimedOut
 
 Result = TypeVar("Result")
@@ -32,7 +33,8 @@ BLOCK_BYTES = 1 << 20
 AHEAD_BLOCKS = 8
 """Blocks that are expected soon and are requested at the same time."""
 KEPT_BLOCKS = 8
-"""Blocks in memory besides those: an open object takes (AHEAD_BLOCKS + KEPT_BLOCKS) * BLOCK_BYTES of memory at most."""
+"""Blocks in memory besides those, and as many are on their way to the disk: an open object takes
+(AHEAD_BLOCKS + 2 * KEPT_BLOCKS) * BLOCK_BYTES of memory at most."""
 
 GUARD_S = 30.0
 """Seconds after the deadline of a request in which its thread must have told of it."""
@@ -70,10 +72,7 @@ def opened(url: str) -> RemoteBytes:
     # One byte: a server tells more about a failed GET than about a failed HEAD, and many addresses are for GET only.
     piece = _result(asyncio.run_coroutine_threadsafe(reader.get(0, 1), reader.loop), url, timeout_s)
     block_bytes = BLOCK_BYTES if piece.is_range else max(1, piece.size)
-    data = RemoteBytes(RemoteObject(url, piece.size, piece.version, block_bytes))
-    if not piece.is_range:
-        data._blocks[0] = _done(piece.content)
-    return data
+    return RemoteBytes(RemoteObject(url, piece.size, piece.version, block_bytes))
 
 
 def exists(url: str) -> bool:
@@ -98,12 +97,13 @@ class RemoteBytes:
     def __init__(self, found: RemoteObject) -> None:
         self.found = found
         self._timeout_s = environ.read("DISTRUN_DATA_TIMEOUT")
-        self._cache = DiskCache.of_user()
+        # Without a version, the object of today cannot be told from that of yesterday.
+        self._cache = DiskCache.of_user() if found.version else None
         self._digest = hashlib.sha256(repr((found.url, found.version, found.size)).encode()).hexdigest()[:40]
         self._start()
 
     def _start(self) -> None:
-        """Begin without blocks, requests and locks: those of a process are of no use to one that it forks."""
+        """Initialize the state of this process. A forked process cannot use that of its parent."""
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._reader: ObjectReader | None = None
@@ -113,6 +113,8 @@ class RemoteBytes:
         self._coming: Iterator[int] = iter(())
         self._whole: set[int] = set()
         """Blocks that were once found whole on the disk, or written there."""
+        self._writing: dict[int, bytes] = {}
+        """Blocks that are on their way to the disk."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return RemoteBytes, (self.found,)
@@ -157,8 +159,12 @@ class RemoteBytes:
         return -1
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Request soon, in this order, the blocks of these ranges of bytes; what was expected before is forgotten."""
-        self._expect(dict.fromkeys(block for begin, end in ranges for block in self._blocks_of(begin, end)))
+        """Request soon, in this order, the blocks of these ranges of bytes; what was expected before is forgotten.
+
+        Arguments:
+            ranges: a range is asked for when those before are read. While it is, the lock is held.
+        """
+        self._expect(block for begin, end in ranges for block in self._blocks_of(begin, end))
 
     def expect_all(self, begin: int, end: int) -> None:
         """Request soon the blocks of a range, each when those before are read."""
@@ -168,25 +174,25 @@ class RemoteBytes:
         each = self.found.block_bytes
         return range(begin // each, -(-min(end, self.found.size) // each))
 
-    def _expect(self, blocks: Collection[int]) -> None:
+    def _expect(self, blocks: Iterable[int]) -> None:
         self._check_process()
         with self._lock:
-            for block in [block for block in self._ahead if block not in blocks]:
-                self._ahead.discard(block)
-                if block in self._blocks:
-                    self._blocks.pop(block).cancel()
+            self._ahead.clear()  # those in memory stay a while: most are expected again
             self._coming = iter(blocks)
             self._go_ahead()
 
     def _go_ahead(self) -> None:
-        """Request expected blocks. The lock is held."""
+        """Forget old blocks, and request expected ones. The lock is held."""
+        for old in [old for old in self._blocks if old not in self._ahead][:-KEPT_BLOCKS]:
+            del self._blocks[old]
         while len(self._ahead) < AHEAD_BLOCKS:
             block = next(self._coming, None)
             if block is None:
                 return
-            if block not in self._blocks:
+            if block not in self._ahead:
                 self._ahead.add(block)
-                if self._cache is None or not self._cache.has(self._name(block)):
+                is_kept = block in self._writing or (self._cache is not None and self._cache.has(self._name(block)))
+                if block not in self._blocks and not is_kept:
                     self._blocks[block] = self._request(block)
 
     def _block(self, block: int) -> concurrent.futures.Future[bytes]:
@@ -194,14 +200,14 @@ class RemoteBytes:
         with self._lock:
             self._ahead.discard(block)
             if block not in self._blocks:
-                content = None if self._cache is None else self._cache.read(self._name(block))
-                if content is not None:
-                    self._whole.add(block)
+                content = self._writing.get(block)
+                if content is None and self._cache is not None:
+                    content = self._cache.read(self._name(block))
+                    if content is not None:
+                        self._whole.add(block)
                 self._blocks[block] = self._request(block) if content is None else _done(content)
             self._blocks.move_to_end(block)
             found = self._blocks[block]
-            for old in [old for old in self._blocks if old not in self._ahead][:-KEPT_BLOCKS]:
-                del self._blocks[old]
             self._go_ahead()
         return found
 
@@ -219,7 +225,7 @@ class RemoteBytes:
         return asyncio.run_coroutine_threadsafe(self._fetch(self._reader, block), self._reader.loop)
 
     async def _fetch(self, reader: ObjectReader, block: int) -> bytes:
-        """Return a block of the object's version from the store, and keep it on the disk."""
+        """Return a block of the object's version from the store, and let a thread write it to the disk."""
         found = self.found
         begin = block * found.block_bytes
         piece = await reader.get(begin, min(begin + found.block_bytes, found.size))
@@ -227,14 +233,21 @@ class RemoteBytes:
             piece = await reader.get(0, 1)  # it ends before: what is it now?
         if (piece.version, piece.size) != (found.version, found.size):
             raise DataError(
-                f"{shown(found.url)} has changed while it was read: version {found.version or 'without a name'} of"
+                f"{redacted(found.url)} has changed while it was read: version {found.version or 'without a name'} of"
                 f" {found.size} bytes was opened, version {piece.version or 'without a name'} of {piece.size} bytes is"
                 " there now. fix: start the job anew; give new data a new name"
             )
         if self._cache is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._cache.write, self._name(block), piece.content)
-            self._whole.add(block)
+            while len(self._writing) >= KEPT_BLOCKS:
+                await asyncio.sleep(0.01)  # the disk is slower than the store, and memory has its bound
+            self._writing[block] = piece.content
+            reader.loop.run_in_executor(None, self._write, self._cache, block, piece.content)
         return piece.content
+
+    def _write(self, cache: DiskCache, block: int, content: bytes) -> None:
+        cache.write(self._name(block), content)
+        self._whole.add(block)
+        self._writing.pop(block, None)
 
     def _name(self, block: int) -> str:
         return f"{self._digest}-{block}"
@@ -252,7 +265,7 @@ def _result(future: concurrent.futures.Future[Result], url: str, timeout_s: floa
         if future.done():
             raise
     future.cancel()
-    raise TimedOut(f"{shown(url)}: the thread that reads it did nothing for {timeout_s + GUARD_S:g} s")
+    raise TimedOut(f"{redacted(url)}: the thread that reads it did nothing for {timeout_s + GUARD_S:g} s")
 
 
 def _done(content: bytes) -> concurrent.futures.Future[bytes]:
@@ -312,15 +325,23 @@ class DiskCache:
 
     def write(self, name: str, content: bytes) -> None:
         """Add a block, in place of others if there is no room."""
-        with contextlib.suppress(OSError), private.locked(self._folder):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self._folder).free > FREE_BYTES + len(content):
+                private.write_cached(self._path(name), content, self._rename)
+
+    def _rename(self, fresh: str, path: str) -> None:
+        """Give a whole file its name. Raises OSError: there is no room for it."""
+        size = os.path.getsize(fresh)
+        room = self._limit - size
+        with private.locked(self._folder):
             # Within the lock, so that the files are never more than the limit.
-            room = self._limit - private.HEAD_BYTES - len(content)
             used = self._used()
             if used > room:
                 used = self._shrink(min(room, self._limit * 9 // 10))
-            if used <= room and shutil.disk_usage(self._folder).free > FREE_BYTES + len(content):
-                self._note(used + self._limit - room)
-                private.write_cached(self._path(name), content)
+            if used > room:
+                raise OSError(errno.ENOSPC, f"the cache has room for {self._limit} bytes", path)
+            self._note(used + size)
+            os.replace(fresh, path)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -342,10 +363,11 @@ class DiskCache:
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if entry.name != COUNT:
+                is_new = entry.name.startswith(private.FRESH)
+                with contextlib.suppress(FileNotFoundError):  # another process renames its new file
                     info = entry.stat(follow_symlinks=False)
-                    is_left = entry.name.startswith(private.FRESH) and time.time() - info.st_mtime > STALE_S
-                    found.append((0 if is_left else info.st_mtime_ns, info.st_size, entry.path))
+                    if entry.name != COUNT and not (is_new and time.time() - info.st_mtime < STALE_S):
+                        found.append((0 if is_new else info.st_mtime_ns, info.st_size, entry.path))
         used = sum(size for _, size, _ in found)
         for used_ns, size, path in sorted(found):
             if used <= target and used_ns:

@@ -9,6 +9,7 @@ import base64
 import concurrent.futures
 import datetime
 import gzip
+import math
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +30,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from objectservers import ObjectServer, cut, objects, said, slow, times
+from distrun_cli import wait_until
+from objectservers import ObjectServer, cut, objects, refusal, slow, times
 from webservers import Reply, Server, servers
 
 from distrun_runtime.data import (
@@ -56,12 +59,20 @@ CONTENT = np.random.default_rng(0).bytes(6 * BLOCK_BYTES + 12345)
 
 def records_at(server: ObjectServer, folder: Path, count: int = 5000, size: int = 1200) -> tuple[str, str, list[bytes]]:
     """Store a file of records and its index; return both addresses and the records."""
-    made = [struct.pack("<I", i) + np.random.default_rng(i).bytes(size - 4) for i in range(count)]
+    records = [struct.pack("<I", i) + np.random.default_rng(i).bytes(size - 4) for i in range(count)]
     with RecordWriter(folder / "a.rec", folder / "a.idx") as file:
-        for record in made:
+        for record in records:
             file.write(record)
     rec, idx = (server.put("data", name, (folder / name).read_bytes()) for name in ("a.rec", "a.idx"))
-    return rec, idx, made
+    return rec, idx, records
+
+
+def read_and_kept(url: str) -> bytes:
+    """Return an object's bytes when the cache has them, too."""
+    data = remote.opened(url)
+    content = data[:]
+    wait_until(lambda: not data._writing, 20, "the blocks to be on the disk")
+    return content
 
 
 class Numbers:
@@ -89,11 +100,11 @@ def numbers_of(reader: Reader) -> list[int]:
 
 
 def test_records_of_an_object_are_those_of_the_file(objects: ObjectServer, tmp_path: Path) -> None:
-    rec, idx, made = records_at(objects, tmp_path)
-    assert list(RecordFile(rec)) == made
+    rec, idx, records = records_at(objects, tmp_path)
+    assert list(RecordFile(rec)) == records
     file = RecordFile(rec, idx)
-    assert [file[i] for i in (4999, 7, 2500)] == [made[i] for i in (4999, 7, 2500)]
-    assert [record for part in range(3) for record in file.cut(3, part)] == made
+    assert [file[i] for i in (4999, 7, 2500)] == [records[i] for i in (4999, 7, 2500)]
+    assert [record for part in range(3) for record in file.cut(3, part)] == records
     assert list(pickle.loads(pickle.dumps(file.cut(3, 1)))) == list(file.cut(3, 1))
 
 
@@ -114,12 +125,51 @@ def test_shuffled_examples_are_requested_before_they_are_read(objects: ObjectSer
     numbers = Numbers(RecordFile(rec, idx))
     objects.asked.clear()
     batches = iter(Reader(numbers, 2, shuffle=True, seed=1))
-    next(batches)
-    # Two batches of two records, of which each is in a block of its own or shares one.
-    order = [number for batch in [next(batches)] for number in batch[1].tolist()]
-    assert len(order) == 2
-    assert 2 <= len(objects.ranges("a.rec")) <= remote.AHEAD_BLOCKS
-    assert sorted(numbers_of(Reader(numbers, 64, shuffle=True, seed=1))) == list(range(5000))
+    read = next(batches)[1].tolist()
+    # Two batches touch four blocks at most.
+    wait_until(lambda: len(set(objects.ranges("a.rec"))) > 4, 10, "requests for later batches")
+    rest = [number for _, labels in batches for number in labels.tolist()]
+    assert sorted(read + rest) == list(range(5000))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_many_ranges_are_requested_at_the_same_time(
+    shuffle: bool, servers: Callable[[], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 50_000)
+    with RecordWriter(tmp_path / "a.rec", tmp_path / "a.idx") as file:
+        for i in range(600):
+            file.write(struct.pack("<I", i) + bytes(996))
+    now, most, answers = 0, 0, web((tmp_path / "a.rec").read_bytes())
+    change = threading.Condition()
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> Reply:
+        nonlocal now, most
+        if headers["Range"] != "bytes=0-0":
+            with change:
+                now += 1
+                most = max(most, now)
+                change.notify_all()
+                change.wait_for(lambda: most >= 4, 2)
+                now -= 1
+        return answers(method, path, headers)
+
+    server = servers()
+    server.answer = answer
+    numbers = Numbers(RecordFile(server.url + "/data/x", tmp_path / "a.idx"))
+    assert sorted(numbers_of(Reader(numbers, 5, shuffle=shuffle, seed=1))) == list(range(600))
+    assert most >= 4
+
+
+def test_examples_of_a_batch_for_a_torch_loader_are_requested_together(objects: ObjectServer, tmp_path: Path) -> None:
+    rec, idx, records = records_at(objects, tmp_path)
+    file = RecordFile(rec, idx)
+    objects.asked.clear()
+    expected: list[list[int]] = []
+    file.expect = lambda positions: expected.append(positions.tolist())  # type: ignore[method-assign]
+    assert file.__getitems__([4000, 3, 2000]) == [records[4000], records[3], records[2000]]
+    assert expected == [[4000, 3, 2000]]
 
 
 def test_what_is_expected_beyond_the_end_is_not_requested(objects: ObjectServer) -> None:
@@ -139,7 +189,7 @@ def test_memory_of_an_open_object_is_bounded(objects: ObjectServer) -> None:
 
 def test_what_was_read_once_comes_from_the_disk_also_for_another_process(objects: ObjectServer) -> None:
     url = objects.put("data", "x", CONTENT)
-    assert remote.opened(url)[:] == CONTENT
+    assert read_and_kept(url) == CONTENT
     assert sum(end - begin for begin, end in objects.ranges("x")) == len(CONTENT)
     objects.asked.clear()
     text = "import sys; from distrun_runtime.data import remote; sys.stdout.buffer.write(remote.opened(sys.argv[1])[:])"
@@ -152,21 +202,21 @@ def test_the_cache_is_this_users_alone(objects: ObjectServer, tmp_path: Path) ->
     folder = tmp_path / "cache" / "distrun" / "data"
     folder.mkdir(parents=True)
     folder.chmod(0o755)
-    remote.opened(objects.put("data", "x", CONTENT))[:]
+    read_and_kept(objects.put("data", "x", CONTENT))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
 def test_a_damaged_block_of_the_cache_is_read_anew(objects: ObjectServer, tmp_path: Path) -> None:
     url = objects.put("data", "x", CONTENT)
-    remote.opened(url)[:]
+    read_and_kept(url)
     for path in (tmp_path / "cache" / "distrun" / "data").glob("*-2"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert remote.opened(url)[:] == CONTENT
 
 
 def test_a_new_version_of_an_object_is_never_taken_from_the_cache(objects: ObjectServer) -> None:
-    remote.opened(objects.put("data", "x", CONTENT))[:]
+    read_and_kept(objects.put("data", "x", CONTENT))
     assert remote.opened(objects.put("data", "x", CONTENT[::-1]))[:] == CONTENT[::-1]
 
 
@@ -285,9 +335,9 @@ def test_a_process_that_ends_in_the_midst_of_requests_says_nothing(objects: Obje
 @pytest.mark.parametrize(
     "fault",
     [
-        said("503 Slow Down", "SlowDown", "Please reduce your request rate."),
-        said("500 Internal Server Error", "InternalError"),
-        said("400 Bad Request", "RequestTimeout"),
+        refusal("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+        refusal("500 Internal Server Error", "InternalError"),
+        refusal("400 Bad Request", "RequestTimeout"),
         cut,
     ],
     ids=["503", "500", "timeout", "cut"],
@@ -300,8 +350,10 @@ def test_faults_that_pass_are_survived(fault: Any, objects: ObjectServer) -> Non
 
 
 def test_a_request_that_hangs_is_sent_again(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = objects.put("data", "x", b"abc")
+    remote.opened(url)  # a client takes its time to start
     monkeypatch.setenv("DISTRUN_DATA_TIMEOUT", "2")
-    data = remote.opened(objects.put("data", "x", b"abc"))
+    data = remote.opened(url)
     objects.fault = times(1, slow(3))
     assert data[:] == b"abc"
 
@@ -312,7 +364,7 @@ def test_a_store_that_stays_down_is_named_after_the_deadline(
     url = objects.put("data", "x", b"abc")
     remote.opened(url)  # a client takes its time to start
     monkeypatch.setenv("DISTRUN_DATA_TIMEOUT", "2")
-    objects.fault = said("503 Slow Down", "SlowDown", "Please reduce your request rate.")
+    objects.fault = refusal("503 Slow Down", "SlowDown", "Please reduce your request rate.")
     with pytest.raises(TimedOut) as raised:
         remote.opened(url)
     assert re.fullmatch(
@@ -365,21 +417,21 @@ def test_a_missing_object_and_a_missing_bucket_are_told_apart(objects: ObjectSer
     ("fault", "kind", "message"),
     [
         (
-            said("403 Forbidden", "AccessDenied", "Access Denied"),
+            refusal("403 Forbidden", "AccessDenied", "Access Denied"),
             PermissionError,
             r"key x\): 403 AccessDenied: Access Denied; credentials: environment variables\. fix: allow .* s3:GetO",
         ),
         (
-            said("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+            refusal("400 Bad Request", "ExpiredToken", "The provided token has expired."),
             PermissionError,
             r"400 ExpiredToken: The provided token has expired\..* fix: set AWS_PROFILE",
         ),
         (
-            said("400 Bad Request", "AuthorizationHeaderMalformed", "the region is wrong", region="eu-west-1"),
+            refusal("400 Bad Request", "AuthorizationHeaderMalformed", "the region is wrong", region="eu-west-1"),
             OSError,
             r"The bucket is in region eu-west-1\. fix: set AWS_DEFAULT_REGION to it",
         ),
-        (said("405 Method Not Allowed", "MethodNotAllowed", "no"), OSError, r"key x\): 405 MethodNotAllowed: no;"),
+        (refusal("405 Method Not Allowed", "MethodNotAllowed", "no"), OSError, r"key x\): 405 MethodNotAllowed: no;"),
     ],
     ids=["denied", "expired", "region", "other"],
 )
@@ -396,7 +448,7 @@ def test_the_source_of_the_credentials_is_named_and_they_are_not(
     objects: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: Callable[[], Server]
 ) -> None:
     url = objects.put("data", "x", b"")
-    objects.fault = said("403 Forbidden", "AccessDenied", "Access Denied")
+    objects.fault = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 
     def credentials() -> str:
         with pytest.raises(PermissionError) as raised:
@@ -470,7 +522,62 @@ def test_a_web_server_is_read_in_ranges_or_whole(ranges: bool, content: bytes, s
     data = remote.opened(server.url + "/data/x")
     assert data[:] == content
     assert data[100:200] == content[100:200]
-    assert len(server.asked) == (1 + -(-len(content) // BLOCK_BYTES) if ranges else 1)
+    assert len(server.asked) == 1 + (-(-len(content) // BLOCK_BYTES) if ranges else bool(content))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_later_range_that_is_answered_with_the_whole_object_is_cut_from_it(servers: Callable[[], Server]) -> None:
+    server = servers()
+    server.answer = web(CONTENT)
+    url = server.url + "/data/x"
+    data = remote.opened(url)
+    server.answer = web(CONTENT, ranges=False)
+    for each in (data, remote.opened(url)):
+        assert each[2 * BLOCK_BYTES + 5 : 3 * BLOCK_BYTES + 5] == CONTENT[2 * BLOCK_BYTES + 5 : 3 * BLOCK_BYTES + 5]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("told", ["bytes 0-0/*", "bytes 5-5/9", ""])
+def test_a_range_without_the_objects_size_or_another_one_is_an_error(told: str, servers: Callable[[], Server]) -> None:
+    server = servers()
+    server.answer = lambda method, path, headers: (206, b"x", {"ETag": "1", "Content-Range": told})
+    with pytest.raises(OSError, match=rf"Content-Range to be 'bytes 0-0/SIZE', found {re.escape(repr(told))}"):
+        remote.opened(server.url + "/data/x")
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_object_without_a_version_is_not_kept_for_later_jobs(servers: Callable[[], Server]) -> None:
+    server = servers()
+    for content in (CONTENT, CONTENT[::-1]):
+        server.answer = web(content, version="")
+        assert read_and_kept(server.url + "/data/x") == content
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_file_with_a_content_encoding_is_read_as_it_is(ranges: bool, servers: Callable[[], Server]) -> None:
+    content, server = gzip.compress(CONTENT[:3000]), servers()
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> Reply:
+        status, body, more = web(content, ranges=ranges)(method, path, headers)
+        return status, body, {**more, "Content-Encoding": "gzip"}
+
+    server.answer = answer
+    assert remote.opened(server.url + "/data/x")[:] == content
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_open_does_not_wait_for_a_whole_object_whose_end_hangs_and_a_read_says_that_ranges_are_missing(
+    servers: Callable[[], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTRUN_DATA_TIMEOUT", "2")
+    server = servers()
+    # More is promised than comes.
+    server.answer = lambda method, path, headers: (200, CONTENT[:100], {"ETag": "1", "Content-Length": "1000"})
+    data = remote.opened(server.url + "/data/x")
+    assert len(data) == 1000
+    with pytest.raises(TimedOut, match=r"does not answer ranges: the whole object, 1000 bytes, is read each time"):
+        data[:]
 
 
 @pytest.mark.usefixtures("cache")
@@ -501,8 +608,8 @@ def self_signed(name: str) -> bytes:
     builder = builder.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    made = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    return bytes(key.private_bytes(*form) + made)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    return bytes(key.private_bytes(*form) + pem)
 
 
 @pytest.mark.usefixtures("cache")
@@ -575,9 +682,9 @@ def test_google_and_azure_are_read_in_ranges_and_a_change_is_seen(
             state["down"] -= 1
             return 503, b"", {}
         headers = {"Range": headers.get("Range") or headers.get("x-ms-range", "")}
-        status, said, more = web(CONTENT)(method, "/data/x", headers)
+        status, body, more = web(CONTENT)(method, "/data/x", headers)
         more = {**more, "ETag": f'"{state["version"]}"', "X-Goog-Generation": state["version"]}
-        return status, said, {**more, "x-ms-blob-type": "BlockBlob", "Content-Type": "application/octet-stream"}
+        return status, body, {**more, "x-ms-blob-type": "BlockBlob", "Content-Type": "application/octet-stream"}
 
     server.answer = answer
     monkeypatch.setitem(fsspec.config.conf, "gs", {"endpoint_url": server.url, "token": "anon"})
@@ -632,6 +739,57 @@ def test_mnist_and_cifar_are_found_and_read_in_a_folder_of_a_bucket(objects: Obj
     assert CIFAR10(cifar10_files("s3://data/cifar", train=False))[0][1] == 4
 
 
+def test_missing_files_are_found_under_other_names_where_a_store_refuses_to_say_what_is_missing(
+    objects: ObjectServer,
+) -> None:
+    """S3 without s3:ListBucket."""
+    labels = struct.pack(">2I", 0x0801, 1) + bytes([7])
+    names = [
+        objects.put("data", f"mnist/train-{name}-ubyte.gz", gzip.compress(labels))
+        for name in ("images.idx3", "labels.idx1")
+    ]
+    objects.put("data", "cifar/test_batch.bin", bytes(3073))
+    keys = {name.removeprefix("s3:/") for name in names} | {"/data/cifar/test_batch.bin"}
+    deny = refusal("403 Forbidden", "AccessDenied", "Access Denied")
+    objects.fault = lambda environ, start: None if environ["PATH_INFO"] in keys else deny(environ, start)
+    assert list(mnist_files("s3://data/mnist")) == names
+    assert cifar10_files("s3://data/cifar", train=False) == ["s3://data/cifar/test_batch.bin"]
+    for find in (mnist_files, cifar10_files):
+        with pytest.raises(PermissionError, match=r"without s3:ListBucket, a missing object looks the same"):
+            find("s3://data/other", train=False)
+
+
+@pytest.mark.parametrize("address", ["s3:/data/x", "https:/host/x"])
+def test_an_address_that_was_made_a_path_is_an_error_that_says_so(address: str) -> None:
+    for call in (RecordFile, RecordWriter, read_idx, mnist_files):
+        with pytest.raises(FileNotFoundError, match=r"has one slash, expected .* fix: give it as a str"):
+            call(Path(address))
+
+
+@pytest.mark.parametrize("address", ["s3://data", "s3://data/", "s3:///x"])
+def test_an_address_without_bucket_or_key_says_what_is_expected(address: str) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"^{address} names no object, expected s3://BUCKET/KEY"):
+        RecordFile(address)
+
+
+def test_credentials_that_appear_late_are_found(
+    objects: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = objects.put("data", "x", b"abc")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def pause_s(attempt: int, chance: float) -> float:
+        file.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = secret\n")
+        return 0
+
+    monkeypatch.setattr(objectstores, "pause_s", pause_s)
+    assert remote.opened(url)[:] == b"abc"
+
+
 # What an exception of a client means
 
 
@@ -641,24 +799,35 @@ class WithStatus(Exception):
         self.status_code = status_code
 
 
+def caused(name: str, cause: Exception | None) -> Exception:
+    error: Exception = type(name, (Exception,), {})("none")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
-    ("error", "kind", "passes"),
+    ("error", "kind", "attempts"),
     [
-        (WithStatus(429), OSError, True),
-        (WithStatus(503), OSError, True),
-        (WithStatus(400), OSError, False),
-        (WithStatus(401), PermissionError, False),
-        (ConnectionResetError("reset"), OSError, True),
-        (TimeoutError(), OSError, True),
-        (type("NoCredentialsError", (Exception,), {})("none"), PermissionError, False),
-        (type("ClientConnectorCertificateError", (ConnectionError,), {})("expired"), OSError, False),
-        (TypeError("a mistake"), OSError, False),
+        (WithStatus(429), OSError, math.inf),
+        (WithStatus(503), OSError, math.inf),
+        (WithStatus(400), OSError, 1),
+        (WithStatus(401), PermissionError, 1),
+        (ConnectionResetError("reset"), OSError, math.inf),
+        (TimeoutError(), OSError, math.inf),
+        (type("NoCredentialsError", (Exception,), {})("none"), PermissionError, 3),
+        (type("MetadataRetrievalError", (Exception,), {})("none"), OSError, 6),
+        (type("CredentialRetrievalError", (Exception,), {})("none"), PermissionError, 6),
+        (caused("RefreshError", caused("TransportError", None)), PermissionError, 6),
+        (caused("HttpError", caused("RefreshError", caused("TransportError", None))), OSError, 6),
+        (caused("RefreshError", None), PermissionError, 1),
+        (type("ClientConnectorCertificateError", (ConnectionError,), {})("expired"), OSError, 1),
+        (TypeError("a mistake"), OSError, 1),
     ],
     ids=repr,
 )
-def test_what_an_exception_of_a_client_means(error: Exception, kind: type[OSError], passes: bool) -> None:
+def test_what_an_exception_of_a_client_means(error: Exception, kind: type[OSError], attempts: float) -> None:
     denial = objectstores.denial_of(error)
-    assert (denial.kind, denial.passes) == (kind, passes)
+    assert (denial.kind, denial.attempts) == (kind, attempts)
 
 
 def test_pauses_grow_to_a_limit_and_are_spread() -> None:
@@ -672,15 +841,18 @@ def test_pauses_grow_to_a_limit_and_are_spread() -> None:
         ("/data/a?b", "/data/a?b"),
         ("s3://bucket/key", "s3://bucket/key"),
         ("https://me:pw@host:80/a/b?X-Amz-Signature=1&x=2", "https://***@host:80/a/b?***"),
+        ("https://u:p@ss@host/x", "https://***@host/x"),
+        ("https://host/x?sig=a b&c=d", "https://host/x?***"),
+        ("https://host/x?mail=a@b", "https://host/x?***"),
     ],
 )
 def test_an_address_is_shown_without_secrets(address: str, text: str) -> None:
-    assert objectstores.shown(address) == text
+    assert objectstores.redacted(address) == text
 
 
 def test_what_a_client_says_is_shown_in_short_and_without_secrets() -> None:
-    text = "cannot read 'https://me:pw@host/a?sig=1'\nat https://host/b?sig=2 now\nstring to sign: x"
-    assert objectstores.plain(text) == "cannot read 'https://***@host/a?***': at https://host/b?*** now"
+    text = "cannot read 'https://me:p@w@host/a?sig=1'\nat https://host/b?sig=2 now\nstring to sign: x"
+    assert objectstores.redacted_text(text) == "cannot read 'https://***@host/a?***': at https://host/b?*** now"
 
 
 def test_a_search_finds_what_lies_across_two_blocks(objects: ObjectServer) -> None:
