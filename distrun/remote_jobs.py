@@ -8,6 +8,7 @@ the job is like any other.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -155,12 +156,7 @@ class SshRelay:
 
     def close(self) -> None:
         """End it."""
-        self._child.terminate()
-        try:
-            self._child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+        _end(self._child)
 
     def _read(self, stderr: IO[bytes]) -> None:
         with stderr, contextlib.suppress(OSError):
@@ -298,6 +294,16 @@ def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[
     return (code, said) if saved or code else (1, said or "it has no state of this job")
 
 
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End ssh so that it can give the terminal back as it was."""
+    child.terminate()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
 def ask(
     login: str,
     jobs: Sequence[Sequence[str]],
@@ -334,7 +340,7 @@ def ask(
             )
         except OSError as err:
             raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
-        kill = child.kill if may_ask else Child(child).signal
+        kill = functools.partial(_end, child) if may_ask else Child(child).signal
         timer = threading.Timer(max(0.0, left_s), kill)
         timer.daemon = True
         with child:
@@ -369,7 +375,10 @@ def remove(folder: JobFolder, host: str, there: str) -> None:
     from distrun.fleet import Fleet  # nothing else here needs agents
 
     plan = folder.plan()
-    with Fleet(backends.load(plan.backend), [plan.host_of(host)]) as fleet:
+    known = [each for each in plan.hosts if each.name == host]
+    if not known:
+        raise NotAsked(f"{host} is no host of job {folder.id}")
+    with Fleet(backends.load(plan.backend), known) as fleet:
         answer = fleet.ask("remove", {"job": folder.id, "folder": there}, REMOVE_S)[host]
     if isinstance(answer, Problem):
         is_refused = host in fleet.agents.hellos and answer.kind != "timeout"

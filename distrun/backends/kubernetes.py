@@ -243,11 +243,13 @@ class Kubernetes(Engine):
 
         A job with many pods is not asked for each time.
         """
-        if clock() < self._seen_at + POD_S * len(self._seen.pods):
+        if clock() < self._seen_at + min(POD_S * len(self._seen.pods), LEASE_S / 6):
             return self._told
         found = self._objects(handle)
-        if self._is_forgotten(found) and self._ran_at is None:
-            return QueueStatus(ENDED, answers.FORGOTTEN.text, why=answers.FORGOTTEN)
+        if self._is_forgotten(found):
+            is_waiting = self._ran_at is None
+            text = answers.FORGOTTEN.text if is_waiting else "its Jobs ended and were deleted while this machine slept"
+            return QueueStatus(ENDED, text, why=answers.FORGOTTEN if is_waiting else None)
         status = answers.standing(found, self._seen, self._ran_at is not None, self._lease.limit(self._ran_at))
         if status.state == RUNNING and self._ran_at is None:
             self._ran_at = clock()
@@ -294,12 +296,13 @@ class Kubernetes(Engine):
         self._ask(handle, "delete", "jobs", _selected(handle.id), *options)
         force = ("--force", "--grace-period=0", "--wait=false", "--ignore-not-found")
         for _ in tries(GONE_S):
-            found = self._objects(handle)
-            if not found.jobs:
-                return
-            lost = [pod.name for pod in found.pods if pod.may_be_lost and self._lost(handle, pod.node)]
-            if lost:
-                self._ask(handle, "delete", "pods", *lost, *force)
+            with contextlib.suppress(EngineError):  # `is_gone` tells in the end
+                found = self._objects(handle)
+                if not found.jobs:
+                    return
+                lost = [pod.name for pod in found.pods if pod.may_be_lost and self._lost(handle, pod.node)]
+                if lost:
+                    self._ask(handle, "delete", "pods", *lost, *force)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what the job's objects say, the last ones that were seen of it; waits a little for a pod's end."""

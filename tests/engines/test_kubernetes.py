@@ -292,7 +292,9 @@ def test_a_waiting_job_that_someone_else_deletes_is_told(lab: PodSite) -> None:
     lab.nothing_stays()
 
 
-def test_an_image_that_cannot_be_pulled_ends_the_job_after_the_second_attempt(lab: PodSite) -> None:
+def test_an_image_that_cannot_be_pulled_ends_the_job_when_kubernetes_pauses_before_the_next_attempt(
+    lab: PodSite,
+) -> None:
     done = lab.launch("-n", "2", "-s", "0", "--image", kubernetes.BAD_IMAGE, "true")
     assert done.code == 6, done.err
     assert re.search(r"the image cannot be pulled on h\d: ImagePullBackOff", done.err)
@@ -376,7 +378,7 @@ def test_an_evicted_pod_is_explained(lab: PodSite) -> None:
 def test_a_pod_of_a_node_that_is_drained_is_explained(lab: PodSite) -> None:
     # Its task takes longer to end than distrun looks at pods: the API forgets why a pod was evicted when it has gone.
     slow = "trap '' TERM; echo up; while :; do sleep 0.1; done"
-    running = lab.begin_launch("--grace", "13", "-n", "2", "-s", "0", slow)
+    running = lab.begin_launch("--grace", "20", "-n", "2", "-s", "0", slow)
     up(running, 2)
     [name, _] = [pod["metadata"]["name"] for pod in pods(lab)]
     about = {"name": name, "namespace": kubernetes.NAMESPACE}

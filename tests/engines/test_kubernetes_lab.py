@@ -265,7 +265,7 @@ def test_a_cluster_that_is_down_has_left_no_process() -> None:
         lab = next(made)
         there = {(each.pid, started(each.pid)): each.name for each in lab.processes()}
         assert {"etcd", "kube-apiserver", "kube-scheduler", "kube-controller"} <= set(there.values())
-    wait_until(lambda: not [pid for pid, when in there if started(pid) == when], LIMIT_S, "all have ended")
+    wait_until(lambda: not [pid for pid, when in there if when and started(pid) == when], LIMIT_S, "all have ended")
 
 
 def started(pid: int) -> str:

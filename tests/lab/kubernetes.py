@@ -170,7 +170,7 @@ def _take(lock: IO[str]) -> None:
 
 def _build(folder: Path) -> None:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=CACHE) as name:
+    with tempfile.TemporaryDirectory(dir=CACHE, ignore_cleanup_errors=True) as name:
         made = Path(name, "bin")
         made.mkdir()
         go = _go(name)

@@ -34,6 +34,8 @@ CREDENTIALS_S = 5.0
 """Seconds in which a client must say where its credentials come from."""
 ANSWER_BYTES = 1 << 16
 """Bytes of an answer with an error in which its message is looked for."""
+LONG_BYTES = 1 << 20
+"""Bytes of a range whose answer has half of the time at first, so that one that hangs is asked for again."""
 WHOLE_LIMIT = 256 << 20
 """Bytes of the largest object that is read from a server that does not answer ranges."""
 
@@ -102,8 +104,8 @@ def redacted(address: str) -> str:
 
 def redacted_text(text: str) -> str:
     """Return the first two lines of a message of a client or server, with the secrets of addresses masked."""
-    line = ": ".join(text.strip().splitlines()[:2])[:400]
-    return re.sub(r"\?[^\s'\"]+", "?***", re.sub(r"://[^/\s]*@", "://***@", line))
+    line = ": ".join(text.strip().splitlines()[:2])
+    return re.sub(r"\?[^\s'\"]+", "?***", re.sub(r"://[^/\s]*@", "://***@", line))[:400]
 
 
 def denial_of(error: BaseException) -> Denial:
@@ -197,7 +199,8 @@ class ObjectReader:
             left = begun + self._timeout_s - self.loop.time()
             try:
                 # A whole object takes its time: half of it would be in vain.
-                limit_s = left if self._whole else min(self._timeout_s / 2, left)
+                is_long = self._whole or end - begin > LONG_BYTES
+                limit_s = left if is_long else min(self._timeout_s / 2, left)
                 return await asyncio.wait_for(self._ask(begin, end), limit_s)
             except Exception as error:  # the clients share no class
                 denial = denial_of(error)

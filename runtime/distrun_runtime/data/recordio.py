@@ -52,8 +52,11 @@ def is_address(path: object) -> bool:
         FileNotFoundError: an address that `pathlib.Path` has made a path of.
     """
     if re.match("(s3|gs|az|https?):/[^/]", str(path)):
+        from distrun_runtime.data import objectstores
+
+        shown = objectstores.redacted(str(path).replace(":/", "://", 1)).replace("://", ":/", 1)
         raise FileNotFoundError(
-            f"{path} has one slash, expected an address such as s3://bucket/key. fix: give it as a str;"
+            f"{shown} has one slash, expected an address such as s3://bucket/key. fix: give it as a str;"
             " pathlib.Path (argparse: type=Path) removes a slash"
         )
     scheme, colon, _ = str(path).partition("://")

@@ -35,6 +35,8 @@ AHEAD_BLOCKS = 8
 KEPT_BLOCKS = 8
 """Blocks in memory besides those, and as many are on their way to the disk: an open object takes
 (AHEAD_BLOCKS + 2 * KEPT_BLOCKS) * BLOCK_BYTES of memory at most."""
+WRITE_TRIES = 100
+"""A block for which the disk has no time within so many hundredths of a second is not kept there."""
 
 GUARD_S = 30.0
 """Seconds after the deadline of a request in which its thread must have told of it."""
@@ -99,7 +101,8 @@ class RemoteBytes:
         self._timeout_s = environ.read("DISTRUN_DATA_TIMEOUT")
         # Without a version, the object of today cannot be told from that of yesterday.
         self._cache = DiskCache.of_user() if found.version else None
-        self._digest = hashlib.sha256(repr((found.url, found.version, found.size)).encode()).hexdigest()[:40]
+        # A server that answers ranges today may have sent the whole object yesterday, which is a block of another size.
+        self._digest = hashlib.sha256(repr(found).encode()).hexdigest()[:40]
         self._start()
 
     def _start(self) -> None:
@@ -228,26 +231,31 @@ class RemoteBytes:
         """Return a block of the object's version from the store, and let a thread write it to the disk."""
         found = self.found
         begin = block * found.block_bytes
-        piece = await reader.get(begin, min(begin + found.block_bytes, found.size))
+        end = min(begin + found.block_bytes, found.size)
+        piece = await reader.get(begin, end)
         if not piece.size:
             piece = await reader.get(0, 1)  # it ends before: what is it now?
-        if (piece.version, piece.size) != (found.version, found.size):
+        if (len(piece.content), piece.version, piece.size) != (end - begin, found.version, found.size):
             raise DataError(
                 f"{redacted(found.url)} has changed while it was read: version {found.version or 'without a name'} of"
                 f" {found.size} bytes was opened, version {piece.version or 'without a name'} of {piece.size} bytes is"
                 " there now. fix: start the job anew; give new data a new name"
             )
-        if self._cache is not None:
-            while len(self._writing) >= KEPT_BLOCKS:
-                await asyncio.sleep(0.01)  # the disk is slower than the store, and memory has its bound
+        for _ in range(WRITE_TRIES):
+            if len(self._writing) < KEPT_BLOCKS:
+                break
+            await asyncio.sleep(0.01)  # the disk is slower than the store, and memory has its bound
+        if self._cache is not None and len(self._writing) < KEPT_BLOCKS:
             self._writing[block] = piece.content
             reader.loop.run_in_executor(None, self._write, self._cache, block, piece.content)
         return piece.content
 
     def _write(self, cache: DiskCache, block: int, content: bytes) -> None:
-        cache.write(self._name(block), content)
-        self._whole.add(block)
-        self._writing.pop(block, None)
+        try:
+            cache.write(self._name(block), content)
+            self._whole.add(block)
+        finally:
+            self._writing.pop(block, None)
 
     def _name(self, block: int) -> str:
         return f"{self._digest}-{block}"
@@ -320,7 +328,8 @@ class DiskCache:
         """Return bytes of a block that was read or written before; None: it is not there any more."""
         with contextlib.suppress(OSError), open(self._path(name), "rb", buffering=0) as file:
             os.utime(file.fileno())
-            return os.pread(file.fileno(), end - begin, private.HEAD_BYTES + begin)
+            part = os.pread(file.fileno(), end - begin, private.HEAD_BYTES + begin)
+            return part if len(part) == end - begin else None
         return None
 
     def write(self, name: str, content: bytes) -> None:

@@ -661,6 +661,31 @@ def test_jobs_that_went_while_this_machine_slept_were_not_deleted_by_others(
     assert engine.explain(HANDLE, "") == why
 
 
+def test_jobs_that_went_while_they_ran_and_this_machine_slept_are_not_told_as_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Recorded(monkeypatch, "running")
+    assert engine.sees().state == RUNNING
+    engine.found["items"] = []
+    engine.now += LEASE_S + 1
+    found = engine.sees()
+    assert (found.state, found.text, found.why) == (
+        ENDED,
+        "its Jobs ended and were deleted while this machine slept",
+        None,
+    )
+
+
+def test_a_question_that_fails_after_the_jobs_were_deleted_is_no_failure_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Recorded(monkeypatch, "running")
+    engine.fails = {"jobs,pods"}
+    engine.cancel(HANDLE)
+    assert engine.counts("delete jobs") == 1
+    assert engine.counts("get jobs,pods") == 3
+
+
 def test_pods_of_a_lost_node_are_removed_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Recorded(monkeypatch, "running")
     engine.cancel(HANDLE)

@@ -537,6 +537,27 @@ def test_a_later_range_that_is_answered_with_the_whole_object_is_cut_from_it(ser
 
 
 @pytest.mark.usefixtures("cache")
+def test_blocks_that_were_kept_of_ranges_are_none_of_a_whole_object(servers: Callable[[], Server]) -> None:
+    server = servers()
+    for ranges in (True, False):
+        server.answer = web(CONTENT, ranges=ranges)
+        assert read_and_kept(server.url + "/data/x") == CONTENT
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_range_that_one_of_several_servers_does_not_have_is_an_error_and_never_short(
+    servers: Callable[[], Server],
+) -> None:
+    server = servers()
+    server.answer = web(CONTENT)
+    data = remote.opened(server.url + "/data/x")
+    whole, part = web(CONTENT), web(CONTENT[:BLOCK_BYTES])
+    server.answer = lambda *asked: (whole if asked[2].get("Range") == "bytes=0-0" else part)(*asked)
+    with pytest.raises(DataError, match="has changed"):
+        data[BLOCK_BYTES:]
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("told", ["bytes 0-0/*", "bytes 5-5/9", ""])
 def test_a_range_without_the_objects_size_or_another_one_is_an_error(told: str, servers: Callable[[], Server]) -> None:
     server = servers()
