@@ -114,7 +114,7 @@ def why_not() -> str:
     folder, given = programs(), os.environ.get(VARIABLE)
     hidden = next((disk for disk in DISKS if folder.resolve().is_relative_to(disk)), "")
     if given and (hidden or not folder.is_absolute()):
-        where = f"below {hidden}, which hosts have of their own" if hidden else "a relative path"
+        where = f"below {hidden}, which hosts have of their own" if folder.is_absolute() else "a relative path"
         return f"{VARIABLE}: expected an absolute path that hosts share, found {given!r}, {where}"
     missing = [name for name in PROGRAMS if not (folder / name).exists()]
     fix = f"unset {VARIABLE} or name another folder" if given else "scripts/test engines builds them"

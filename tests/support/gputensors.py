@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cudastandin import Mistake
+from cudastandin import Mistake, outside_of_locks
 from fakearrays import FakeTorch, Memory, Tensor
 from gpukit import Machine
 
@@ -242,7 +242,8 @@ def _finish(torch: Torch, stream: Stream) -> None:
 
 def _free(torch: Torch, pointer: Pointer, streams: set[GpuStream]) -> None:
     """End memory that its streams are done with: torch uses it again for later work of the one that it was made on."""
-    with contextlib.suppress(CudaError, Mistake):  # `finish` raises a mistake
+    # The garbage collector may come to it within any lock. `finish` raises a mistake.
+    with outside_of_locks(), contextlib.suppress(CudaError, Mistake):
         for each in streams:
             _finish(torch, each.stream)
         torch.cuda_calls.free(pointer)
