@@ -245,18 +245,19 @@ def test_a_warning_of_grid_engine_reaches_workers_that_want_it(way: str, pe: str
 def test_an_announced_suspension_ends_nothing(pe: str, lab: SgeSite) -> None:
     env = {"XDG_STATE_HOME": str(lab.shared / "state")}
 
-    def are_stopped() -> bool:
+    def stopped() -> list[bool]:
+        """Of each script, an array has several: whether it is stopped."""
         scripts = [each.pid for each in lab.processes() if b"job_scripts" in each.command]
-        return any(" T " in Path("/proc", str(pid), "stat").read_text() for pid in scripts)
+        return [" T " in Path("/proc", str(pid), "stat").read_text() for pid in scripts]
 
     lab.change_queue(notify="00:00:01")  # from SIGUSR1 to SIGSTOP
     try:
         running = lab.begin_launch(*SHORT, "-n", "3", STAY, pe=pe, env=env)
         up(running, 3)
         lab.ask("qmod", "-sj", lab.job())
-        wait_until(are_stopped, 60, "the job is suspended")
+        wait_until(lambda: all(stopped()), 60, "the job is suspended")
         lab.ask("qmod", "-usj", lab.job())
-        wait_until(lambda: not are_stopped(), 60, "the job goes on")
+        wait_until(lambda: not any(stopped()), 60, "the job goes on")
     finally:
         lab.change_queue(notify="00:00:60")
     running.signal(signal.SIGINT)
