@@ -102,7 +102,8 @@ class RemoteBytes:
         # Without a version, the object of today cannot be told from that of yesterday.
         self._cache = DiskCache.of_user() if found.version else None
         # A server that answers ranges today may have sent the whole object yesterday, which is a block of another size.
-        self._digest = hashlib.sha256(repr(found).encode()).hexdigest()[:40]
+        which = (found.url, found.version, found.size, found.block_bytes)
+        self._digest = hashlib.sha256(repr(which).encode()).hexdigest()[:40]
         self._start()
 
     def _start(self) -> None:

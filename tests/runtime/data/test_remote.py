@@ -545,6 +545,14 @@ def test_blocks_that_were_kept_of_ranges_are_none_of_a_whole_object(servers: Cal
 
 
 @pytest.mark.usefixtures("cache")
+def test_blocks_of_one_object_are_none_of_another_one_of_its_size_and_version(servers: Callable[[], Server]) -> None:
+    for content in (CONTENT, CONTENT[::-1]):
+        server = servers()
+        server.answer = web(content)
+        assert read_and_kept(server.url + "/data/x") == content
+
+
+@pytest.mark.usefixtures("cache")
 def test_a_range_that_one_of_several_servers_does_not_have_is_an_error_and_never_short(
     servers: Callable[[], Server],
 ) -> None:
