@@ -71,8 +71,6 @@ def cluster() -> Iterator[PodSite]:
 def lab(cluster: PodSite, tmp_path: Path) -> Iterator[PodSite]:
     cluster.begin(tmp_path)
     yield cluster
-    cluster.restore()
-    cluster.cluster.settle()
     cluster.end()
 
 

@@ -31,8 +31,6 @@ def cluster() -> Iterator[KubernetesSite]:
 def lab(cluster: KubernetesSite, tmp_path: Path) -> Iterator[KubernetesSite]:
     cluster.begin(tmp_path)
     yield cluster
-    cluster.restore()
-    cluster.cluster.settle()
     cluster.end()
 
 

@@ -39,8 +39,6 @@ def lab(cluster: KubernetesSite, tmp_path: Path) -> Iterator[KubernetesSite]:
     yield cluster
     kinds = "pods,rolebindings,roles,serviceaccounts"
     cluster.cluster.kubectl("delete", kinds, "--field-selector", f"metadata.name={NAME}", "--now")
-    cluster.restore()
-    cluster.cluster.settle()
     cluster.end()
 
 

@@ -42,6 +42,12 @@ class KubernetesSite(Site):
         """Return the command lines of all processes of the lab."""
         return [each.command.replace(b"\0", b" ").decode("utf-8", "replace") for each in self.processes()]
 
+    def end(self) -> None:
+        """End a test; fail if anything of a job is left on a host or in Kubernetes."""
+        self.restore()
+        self.cluster.settle()
+        super().end()
+
     def nothing_stays(self) -> None:
         """Nothing of any job lives, on no host and not in Kubernetes."""
         wait_until(lambda: not self.cluster.left(), 30, "nothing is left in Kubernetes")
