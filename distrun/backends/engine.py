@@ -211,6 +211,8 @@ class Engine(ABC):
 
     options: EngineOptions = EngineOptions()
     """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""
+    keeps_ended: bool = False
+    """Whether it keeps a job that has ended until `cancel` removes that."""
     dial_s: float | None = None
     """How long its agents may take to reach the coordinator once all places are there; None: as long as to start."""
     unreachable: str = OPEN

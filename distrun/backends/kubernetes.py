@@ -140,6 +140,7 @@ class Kubernetes(Engine):
 
     name = "kubernetes"
     hides = (INDEX_VARIABLE, PLACE, "JOB_COMPLETION_INDEX")
+    keeps_ended = True
     dial_s = 45.0
     unreachable = UNREACHABLE
 
@@ -247,9 +248,9 @@ class Kubernetes(Engine):
             return self._told
         found = self._objects(handle)
         if self._is_forgotten(found):
-            is_waiting = self._ran_at is None
-            text = answers.FORGOTTEN.text if is_waiting else "its Jobs ended and were deleted while this machine slept"
-            return QueueStatus(ENDED, text, why=answers.FORGOTTEN if is_waiting else None)
+            if self._ran_at is None:
+                return QueueStatus(ENDED, answers.FORGOTTEN.text, why=answers.FORGOTTEN)
+            return QueueStatus(ENDED, "its Jobs ended and were deleted while this machine slept")
         status = answers.standing(found, self._seen, self._ran_at is not None, self._lease.limit(self._ran_at))
         if status.state == RUNNING and self._ran_at is None:
             self._ran_at = clock()

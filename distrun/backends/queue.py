@@ -343,7 +343,9 @@ class QueueBackend(Backend):
                 os.unlink(self._submission.secret_file)
         if self._handle is None:
             return ()
-        self._becomes(lambda: self.look().state == ENDED, min(limit_s, END_S))
+        has_ended = self._becomes(lambda: self.look().state == ENDED, min(limit_s, END_S))
+        if has_ended and not self.engine.keeps_ended:
+            return ()
         try:
             self.cancelled(self._handle)
         except EngineError:
