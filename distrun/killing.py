@@ -249,8 +249,6 @@ def nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
 
 OLDER_S = 30 * 86400.0
 """Jobs that ended so long ago are removed, unless the user says otherwise."""
-_PREFIX = ".removed-"
-"""Begins the name of a folder that is being removed: no list of jobs shows it."""
 
 
 class RemovedJob(NamedTuple):
@@ -342,7 +340,7 @@ def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tu
 def _remove_here(found: RemovedJob) -> RemovedJob:
     """Remove a folder of the store."""
     parent, name = os.path.split(found.folder)
-    doomed = os.path.join(parent, _PREFIX + name)
+    doomed = os.path.join(parent, facts.REMOVED + name)
     try:
         if found.kept:
             os.unlink(found.folder)
@@ -360,7 +358,7 @@ def _remove_here(found: RemovedJob) -> RemovedJob:
 def finish(store: JobStore) -> List[str]:
     """Remove what an earlier run could not remove, or left when it was ended; return what is wrong, a line each."""
     try:
-        names = [name for name in os.listdir(str(store.jobs)) if name.startswith(_PREFIX)]
+        names = [name for name in os.listdir(str(store.jobs)) if name.startswith(facts.REMOVED)]
     except OSError:
         return []
     return [problem for problem in (_delete(str(store.jobs / name)) for name in names) if problem]

@@ -375,10 +375,11 @@ def remove(folder: JobFolder, host: str, there: str) -> None:
     from distrun.fleet import Fleet  # nothing else here needs agents
 
     plan = folder.plan()
-    known = [each for each in plan.hosts if each.name == host]
-    if not known:
-        raise NotAsked(f"{host} is no host of job {folder.id}")
-    with Fleet(backends.load(plan.backend), known) as fleet:
+    try:
+        known = plan.host_of(host)
+    except KeyError:
+        raise NotAsked(f"{host} is no host of job {folder.id}") from None
+    with Fleet(backends.load(plan.backend), [known]) as fleet:
         answer = fleet.ask("remove", {"job": folder.id, "folder": there}, REMOVE_S)[host]
     if isinstance(answer, Problem):
         is_refused = host in fleet.agents.hellos and answer.kind != "timeout"

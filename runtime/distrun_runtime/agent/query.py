@@ -19,6 +19,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping
 
 from distrun_runtime.agent import stopping
+from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
@@ -64,7 +65,7 @@ def _remove(job: str, path: str) -> Dict[str, Any]:
     if os.path.lexists(path):
         if name != job or os.path.islink(path) or not os.path.isfile(os.path.join(path, "plan.json")):
             raise ContractError(f"{path} is no folder of job {job}")
-        doomed = os.path.join(parent, f".removed-{name}")
+        doomed = os.path.join(parent, facts.REMOVED + name)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
     return {}

@@ -50,6 +50,10 @@ def exit_code_of(status: int) -> int:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else SIGNAL_BASE + os.WTERMSIG(status)
 
 
+REMOVED = ".removed-"
+"""Begins the name of a job's folder that is being removed: no list of jobs shows it."""
+
+
 # Roles of tasks.
 
 SCHEDULER = "scheduler"
