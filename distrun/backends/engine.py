@@ -409,7 +409,10 @@ def template(name: str, options: EngineOptions) -> str:
             return Path(own).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as err:
             raise UsageError(f"template = {own}: it cannot be read: {err}", "correct the configuration file") from err
-    return (folder() / name).read_text(encoding="utf-8")
+    path = folder() / name
+    if not path.is_file():
+        raise UsageError(f"the template {name} is missing from this installation", "install distrun again")
+    return path.read_text(encoding="utf-8")
 
 
 def refuse_queue_options(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distrun.backends import queue
-from distrun.backends.engine import EngineError, Explanation, Grant, Handle, RoleGroup
+from distrun.backends.engine import EngineError, Explanation, Grant, Handle, RoleGroup, template
 from distrun.backends.sge import SgeJob
 from distrun.backends.slurm import SlurmJob
 from distrun.backends.slurm_answers import Component
@@ -188,3 +188,8 @@ def test_agents_with_many_addresses_to_try_get_more_time(
     agents.close()
     assert len(start.addresses) == count
     assert limits == [limit_s]
+
+
+def test_a_template_that_an_installation_lacks_is_named() -> None:
+    with pytest.raises(UsageError, match=r"the template none\.sh is missing from this installation"):
+        template("none.sh", EngineOptions())
