@@ -15,35 +15,20 @@ import argparse
 import json
 import os
 import re
-import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_results import FOLDER as RESULTS
+from gpu_results import commit_here, today
 from round import FOLDER, ROOT, RUN_TIMEOUT_S, SCRIPTS, reports_of, short, slowest
 
 OURS, GLOO, BUCKET, MXNET = "distrun", "gloo", "gloo-bucket", "mxnet"
-ROLES = ("worker", "server")
-COPYING = {
-    "copyto",
-    "tobytes",
-    "copy",
-    "memmove",
-    "send",
-    "send_multipart",
-    "recv",
-    "recv_into",
-    "recvmsg",
-    "sendmsg",
-    "concatenate",
-}
-"""C functions that copy values or messages. Assignments to slices copy too, and are not seen."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +46,27 @@ class Work:
     """Our time divided by a peer's, at most."""
 
 
-def _works() -> dict[str, Work]:
-    works = [
-        Work("4 B", "4", goal_ms=0.3, goals=((GLOO, 1.0),)),
-        Work("4 KB", "4096", goal_ms=0.3, goals=((GLOO, 1.0),)),
-        Work("64 KB", "65536", goal_ms=0.45, goals=((GLOO, 0.6),)),
-        Work("1 MB", str(1 << 20), 40, goal_ms=0.9, goals=((GLOO, 0.6),)),
-        Work("4 MB", str(4 << 20), 40, goal_ms=3, goals=((GLOO, 0.6),)),
-        Work("4 MB, -s 2", str(4 << 20), 40, servers=2, goal_ms=3, goals=((GLOO, 0.6),)),
-        Work("4 B, one worker", "4", workers=1),
-        Work("barrier", "barrier", goal_ms=0.3),
-        Work("1,000 keys of 1 KB, one call", "small:list", 20, goals=((BUCKET, 0.25), (MXNET, 0.025))),
-        Work("1,000 keys of 1 KB, wait=False", "small:later", 10, goals=((MXNET, 1 / 3),)),
-        Work("ResNet-50, key by key", "resnet50:each", 5, goals=((MXNET, 1 / 3),)),
-    ]
-    return {each.name: each for each in works}
+WORKS = (
+    Work("4 B", "4", goal_ms=0.3, goals=((GLOO, 1.0),)),
+    Work("4 KB", "4096", goal_ms=0.3, goals=((GLOO, 1.0),)),
+    Work("64 KB", "65536", goal_ms=0.45, goals=((GLOO, 0.6),)),
+    Work("1 MB", str(1 << 20), 40, goal_ms=0.9, goals=((GLOO, 0.6),)),
+    Work("4 MB", str(4 << 20), 40, goal_ms=3, goals=((GLOO, 0.6),)),
+    Work("4 MB, -s 2", str(4 << 20), 40, servers=2, goal_ms=3, goals=((GLOO, 0.6),)),
+    Work("4 B, one worker", "4", workers=1),
+    Work("barrier", "barrier", goal_ms=0.3),
+    Work("1,000 keys, one call", "small:list", 20, goals=((BUCKET, 0.25), (MXNET, 0.025))),
+    Work("1,000 keys, wait=False", "small:later", 10, goals=((MXNET, 1 / 3),)),
+    Work("ResNet-50, key by key", "resnet50:each", 5, goals=((MXNET, 1 / 3),)),
+)
 
 
-WORKS = _works()
-"""By name."""
+def between_hosts(work: Work) -> Work:
+    """Return a work with its goal between hosts: not slower than gloo."""
+    return replace(work, goal_ms=None, goals=((GLOO, 1.0),) if work.code.isdigit() and work.workers == 2 else ())
 
-Found = dict[tuple[str, str], list[float | None]]
+
+Found = dict[str, dict[str, list[float | None]]]
 """Seconds of each run, by names of work and system; None: it failed."""
 
 
@@ -175,20 +160,20 @@ def measure_all(columns: Sequence[System], works: Sequence[Work], runs: int, hos
         for system in columns:
             taking_part = [work for work in works if system.takes_part(work)]
             for name, seconds in measure(system, taking_part, hosts).items():
-                found.setdefault((name, system.name), []).append(seconds)
+                found.setdefault(name, {}).setdefault(system.name, []).append(seconds)
             say("run %d, %s" % (run + 1, system.name))
     return found
 
 
 def ratios_of(found: Found, work: str, peer: str) -> list[float]:
     """Return our time divided by a peer's, run by run."""
-    pairs = zip(found.get((work, OURS), []), found.get((work, peer), []), strict=False)
+    pairs = zip(found[work].get(OURS, []), found[work].get(peer, []), strict=False)
     return [ours / theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
 def milliseconds(found: Found, work: str, system: str) -> float | None:
     """Return the median of the runs; None: there is none."""
-    times = [each for each in found.get((work, system), []) if each is not None]
+    times = [each for each in found[work].get(system, []) if each is not None]
     return statistics.median(times) * 1e3 if times else None
 
 
@@ -196,7 +181,7 @@ def table(columns: Sequence[str], found: Found, works: Sequence[Work]) -> str:
     """Return milliseconds a round, in brackets ours divided by the peer's, and the goals with what was reached."""
 
     def cell(work: str, name: str) -> str:
-        if (work, name) not in found:
+        if name not in found[work]:
             return ""
         time_ms = milliseconds(found, work, name)
         if time_ms is None:
@@ -227,137 +212,142 @@ def goals_text(work: Work, found: Found) -> str:
     return "; ".join(text + {True: ": reached", False: ": missed", None: ""}[state] for text, state in parts)
 
 
+HEADING, BETWEEN_HOSTS = "A small round", "A small round between 2 hosts"
+SECTION = """\
+Measured by `benchmarks/latency.py`: calls that wait, one after the other. `4 B` to `4 MB`: `pushpull` of one key of two
+workers through one server; MXNet 1.9.1 does the same, gloo's `all_reduce` sums between the workers. `1,000 keys`: of
+1 KB, in one call of all keys, or by a push and a pull of each key with `wait=False` (MXNet's never wait) and a wait for
+all at the end; gloo-bucket joins them into one tensor. `key by key`: the 161 tensors of ResNet-50, a push and a pull of
+each, as in the loop of [kvstore.md](kvstore.md); MXNet waits at the end.
+
+Limits, not peers: `pyzmq` is a message there and back between two processes. A `sketch` is two workers and a server of
+%s that send a head and a value%s and do nothing but add: no names, rounds, deaths or
+credentials (`benchmarks/peers/small_round.py`).
+
+%sMilliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
+median of the ratios of the runs, and their range.
+
+%s
+
+%s
+* Commit `%s`. %d runs, in which the systems take turns. A run's time is the median of its rounds after the warm-up; a
+  round takes as long as its slowest worker.
+%s"""
+LOCAL = (
+    "a few lines of Python",
+    ", over Unix sockets and in shared memory or over TCP, with one thread in a worker or two",
+    "",
+)
+LAB = (
+    "a few lines of Python",
+    " over TCP",
+    """\
+The hosts are those of `scripts/lab`: network namespaces of one machine with virtual cables, so all processes share its
+cores. The server and a worker are on one host, the other worker on the other. The goal: not slower than gloo.
+
+""",
+)
+
+
+def section(results: dict[str, Any]) -> tuple[str, str]:
+    """Return heading and text of the section of docs/benchmarks.md that is made of a file of results."""
+    facts, found = results["facts"], results["seconds"]
+    works = [work for work in WORKS if work.name in found]
+    if facts["hosts"]:
+        works = [between_hosts(work) for work in works]
+    text = table(facts["systems"], found, works)
+    note = "* %s\n" % facts["note"] if facts["note"] else ""
+    words = LAB if facts["hosts"] else LOCAL
+    body = SECTION % (*words, text, facts["circumstances"], facts["commit"], facts["runs"], note)
+    return BETWEEN_HOSTS if facts["hosts"] else HEADING, body
+
+
+def newest(on_hosts: bool) -> Path | None:
+    """Return the newest file of results, of which the page is made."""
+    found = sorted(RESULTS.glob("latency-hosts-2*.json" if on_hosts else "latency-2*.json"))
+    return found[-1] if found else None
+
+
+def measured_in_lab(options: argparse.Namespace) -> Found:
+    """Run this program in a lab of two hosts, as their launcher; return what it has measured."""
+    from launch import lab_of
+
+    share = {Path(sys.prefix), Path(sys.base_prefix), options.peers} - {Path("/usr"), Path("/usr/local")}
+    with (
+        lab_of(2, [each for each in share if each.exists()]) as lab,
+        tempfile.TemporaryDirectory(dir=ROOT / "benchmarks") as folder,
+    ):
+        kept = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--hosts", ",".join(lab.hosts), "--runs", str(options.runs)]
+        command += ["--peers", str(options.peers), "--results", str(kept), "--works", *options.works]
+        command += ["--systems", *options.systems] if options.systems else []
+        argv, env = lab.enter_argv(*command, cwd=str(ROOT)), lab.launcher_env(os.environ)
+        subprocess.run(argv, env=env, stdout=subprocess.DEVNULL, check=False)
+        if not kept.exists():
+            sys.exit(1)
+        return dict(json.loads(kept.read_text())["seconds"])
+
+
 def say(text: str) -> None:
     """Tell how far the measurement is."""
     print("latency.py: " + text, file=sys.stderr, flush=True)
 
 
-# Where the time of a round goes
-
-
-def job_seen(size: int, rounds: int, what: str) -> list[dict[str, Any]]:
-    """Return the lines of `where_round.py`; end the program if it failed."""
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local"]
-    command += ["-n", "2", "-s", "1", "--timeout", str(RUN_TIMEOUT_S), "--env", "OMP_NUM_THREADS=1"]
-    if what == "calls":
-        command += ["--env", "PYTHONPATH=%s" % SCRIPTS, "--server-import", "calls"]
-    command += [sys.executable, str(SCRIPTS / "where_round.py"), str(size), str(rounds), what]
-    with tempfile.TemporaryDirectory() as state:
-        env = {**os.environ, "XDG_STATE_HOME": state}
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-    if result.returncode:
-        say("exit code %d from:  %s\n%s" % (result.returncode, shlex.join(command), result.stderr[-2000:]))
-        sys.exit(1)
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-
-
-def where(size: int, rounds: int, shown: int) -> str:
-    """Return what one round of one key costs, as tables."""
-    parts = [threads_table(job_seen(size, rounds, "threads"), rounds)]
-    if shutil.which("strace"):
-        parts.append(system_calls_table(job_seen(size, rounds, "system"), rounds))
-    else:
-        say("system calls are left out: no strace. To have it:  apt-get install strace")
-    seen = job_seen(size, rounds, "calls")
-    parts.append(calls_table(seen, rounds))
-    parts += [functions_table(who, [each for each in seen if each["who"] == who], rounds, shown) for who in ROLES]
-    return "\n\n".join(parts)
-
-
-def threads_table(lines: Sequence[dict[str, Any]], rounds: int) -> str:
-    """Return what each thread of the job takes in a round."""
-    rows = ["| process | thread | CPU us | waiting for a processor, us | sleeps | driven out |", "|---" * 6 + "|"]
-    seen = sorted((each for each in lines if "used" in each), key=lambda each: (each["who"], each["process"]))
-    for each in seen:
-        used = [value / rounds for value in each["used"]]
-        if used[0] >= 1:
-            who = "%s %s" % (each["who"], each["process"])
-            rows.append("| %s | %s | %.0f | %.0f | %.1f | %.1f |" % (who, each["thread"], *used))
-    total = [sum(each["used"][at] for each in seen) / rounds for at in range(4)]
-    rows.append("| all | | %.0f | %.0f | %.1f | %.1f |" % tuple(total))
-    times = [time_s for each in lines for time_s in each.get("times_s", ())]
-    return "\n".join(rows) + "\n\nA round of rank 0: %.2f ms." % (statistics.median(times) * 1e3)
-
-
-def system_calls_table(lines: Sequence[dict[str, Any]], rounds: int) -> str:
-    """Return how often a process makes each system call in a round."""
-    rows = ["| process | all | of them |", "|---" * 3 + "|"]
-    for each in lines:
-        counts = [(name, count / rounds) for name, count in each["calls"]]
-        text = ", ".join("%s %.1f" % pair for pair in counts if pair[1] >= 0.05)
-        rows.append("| %s | %.1f | %s |" % (each["who"], sum(count for _, count in counts), text))
-    return "\n".join(rows)
-
-
-def calls_table(lines: Sequence[dict[str, Any]], rounds: int) -> str:
-    """Return how many functions each thread calls in a round, and which of them copy."""
-    rows = ["| process | thread | Python calls | C calls | CPU us, recorded | copies |", "|---" * 6 + "|"]
-    for each in lines:
-        python, c = (count / rounds for count in each["python_c"])
-        copies = [
-            (name, count / rounds)
-            for name, is_python, count, *_ in each["functions"]
-            if is_copy(name) and not is_python
-        ]
-        text = ", ".join("%s %.1f" % pair for pair in copies if pair[1] >= 0.05)
-        if python + c >= 0.5:
-            cells = (each["who"], each["thread"], python, c, each["own_ns"] / rounds / 1e3, text)
-            rows.append("| %s | %s | %.0f | %.0f | %.0f | %s |" % cells)
-    return "\n".join(rows)
-
-
-def is_copy(name: str) -> bool:
-    """Whether a C function copies values or messages."""
-    return name.rpartition(".")[2] in COPYING
-
-
-def functions_table(who: str, lines: Sequence[dict[str, Any]], rounds: int, shown: int) -> str:
-    """Return the functions of a process with most processor time of their own, over all its threads."""
-    calls: dict[str, int] = {}
-    own_ns: dict[str, int] = {}
-    whole_ns: dict[str, int] = {}
-    for name, _, count, taken_ns, its_ns in (row for each in lines for row in each["functions"]):
-        calls[name] = calls.get(name, 0) + count
-        own_ns[name] = own_ns.get(name, 0) + taken_ns
-        whole_ns[name] = whole_ns.get(name, 0) + its_ns
-    total = sum(each["own_ns"] for each in lines) or 1
-    rows = ["| %s: function | calls | own us | part | with what it calls, us |" % who, "|---" * 5 + "|"]
-    for name in sorted(own_ns, key=lambda name: -own_ns[name])[:shown]:
-        cells = (
-            name,
-            calls[name] / rounds,
-            own_ns[name] / rounds / 1e3,
-            own_ns[name] / total * 100,
-            whole_ns[name] / rounds / 1e3,
-        )
-        rows.append("| `%s` | %.1f | %.1f | %.1f %% | %.1f |" % cells)
-    return "\n".join(rows)
-
-
 def main() -> None:
-    """Measure, print the table, and write the page if asked to."""
+    """Measure, print the table, and write results and page if asked to."""
+    names = [work.name for work in WORKS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS), help="rows (default: all)")
+    parser.add_argument("--works", nargs="+", choices=names, default=names, help="rows (default: all)")
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
-    parser.add_argument("--hosts", default="", help="H1,H2: between hosts that ssh reaches, which have .venv as here")
+    parser.add_argument("--hosts", default="", help="`lab`, or H1,H2 that ssh reaches and that have .venv as here")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
+    parser.add_argument("--results", type=Path, help="keep what was measured in this file, too")
+    parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results and docs/benchmarks.md")
     parser.add_argument("--where", action="store_true", help="show where the time of one round goes, and nothing else")
     parser.add_argument("--bytes", type=int, default=4, help="with --where: of the key (default 4)")
     parser.add_argument("--rounds", type=int, default=300, help="with --where (default 300)")
     parser.add_argument("--functions", type=int, default=25, help="with --where: so many of each side (default 25)")
+    parser.add_argument("-n", "--workers", type=int, default=2, help="with --where (default 2)")
     options = parser.parse_args()
+    options.peers = options.peers.resolve()
 
     if options.where:
-        print(where(options.bytes, options.rounds, options.functions))
+        from latency_where import where
+
+        print(where(options.bytes, options.workers, options.rounds, options.functions))
         return
-    known = systems(options.peers.resolve(), bool(options.hosts))
+    known = systems(options.peers, bool(options.hosts))
     columns = [system for system in known if not options.systems or system.name in options.systems]
-    works = [WORKS[name] for name in options.works]
-    found = measure_all(columns, works, options.runs, options.hosts)
-    print(table([system.name for system in columns], found, works))
+    if options.hosts == "lab":
+        found = measured_in_lab(options)
+    else:
+        works = [work for work in WORKS if work.name in options.works]
+        found = measure_all(columns, works, options.runs, options.hosts)
+    import report
+
+    facts = {
+        "hosts": bool(options.hosts),
+        "systems": [system.name for system in columns],
+        "runs": options.runs,
+        "date": today(),
+        "commit": commit_here(),
+        "circumstances": report.circumstances("latency.py", "--peers", "--note", "--results"),
+        "note": options.note,
+    }
+    results = {"format": 1, "facts": facts, "seconds": found}
+    kept = [options.results] if options.results else []
+    if options.write:
+        kept.append(RESULTS / ("latency-%s%s.json" % ("hosts-" if options.hosts else "", today())))
+    for path in kept:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    heading, body = section(results)
+    print("\n".join(line for line in body.splitlines() if line[:1] == "|"))
+    if options.write:
+        report.write(heading, body)
     # What failed stands in the table and was said; the run as a whole did not succeed then.
-    sys.exit(1 if any(seconds is None for runs in found.values() for seconds in runs) else 0)
+    sys.exit(1 if any(None in runs for its in found.values() for runs in its.values()) else 0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -336,13 +336,13 @@ One worker on this machine, which prints a line: %.0f ms to that line, %.0f ms t
 
 
 @contextlib.contextmanager
-def lab_of(count: int) -> Iterator[Lab]:
-    """A lab of so many hosts, which see nothing of this checkout."""
+def lab_of(count: int, share: Sequence[Path] = ()) -> Iterator[Lab]:
+    """A lab of so many hosts, which see nothing of this checkout but these folders."""
     from hostlab import Lab, Options, Unavailable
 
     try:
         # mpirun starts its daemons from host to host, so these need the key.
-        lab = Lab.up(count, Options(mesh=True), hide=[ROOT])
+        lab = Lab.up(count, Options(mesh=True), hide=[ROOT], share=share)
     except Unavailable as why:
         say(str(why))
         sys.exit(2)

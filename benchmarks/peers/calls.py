@@ -30,8 +30,10 @@ class Thread:
         self.whole_ns: Dict[Any, int] = {}
         """With what it calls."""
         self.total_ns = 0
-        self.stack: List[Tuple[Any, int]] = []
-        """Functions that have begun, and the total when they did."""
+        self.files: Dict[str, int] = {}
+        """Nanoseconds of the Python functions of each file, and of the C functions that these call."""
+        self.stack: List[Tuple[Any, str, int]] = []
+        """Functions that have begun, their files, and the total when they did."""
         self.last_ns = 0
         """When the innermost function went on: processor time of the thread."""
 
@@ -54,15 +56,17 @@ class Recorder:
             thread = self._threads[threading.get_ident()] = Thread(threading.current_thread().name)
             thread.last_ns = now_ns
         if thread.stack:
-            top, taken_ns = thread.stack[-1][0], now_ns - thread.last_ns
+            top, file, _ = thread.stack[-1]
+            taken_ns = now_ns - thread.last_ns
+            thread.files[file] = thread.files.get(file, 0) + taken_ns
             thread.own_ns[top] = thread.own_ns.get(top, 0) + taken_ns
             thread.total_ns += taken_ns
         if event.endswith("call"):
             function = frame.f_code if event == "call" else _name_of_builtin(argument)
             thread.calls[function] = thread.calls.get(function, 0) + 1
-            thread.stack.append((function, thread.total_ns))
+            thread.stack.append((function, frame.f_code.co_filename, thread.total_ns))
         elif thread.stack:
-            function, begun_ns = thread.stack.pop()
+            function, _, begun_ns = thread.stack.pop()
             thread.whole_ns[function] = thread.whole_ns.get(function, 0) + thread.total_ns - begun_ns
         thread.last_ns = time.thread_time_ns()
 
@@ -73,14 +77,20 @@ class Recorder:
         """
         self.is_on = False
         for thread in self._threads.values():
-            rows = [
+            rows: List[Any] = [
                 [_text(key), not isinstance(key, str), count, thread.own_ns.get(key, 0), thread.whole_ns.get(key, 0)]
                 for key, count in thread.calls.items()
             ]
             rows.sort(key=lambda row: -row[3])
             totals = [sum(row[2] for row in rows if row[1]), sum(row[2] for row in rows if not row[1])]
+            files = sorted(thread.files.items(), key=lambda item: -item[1])
             line = {"who": who, "thread": thread.name, "python_c": totals, "own_ns": thread.total_ns}
-            print(json.dumps({**line, "functions": rows[:SHOWN]}), flush=True)
+            print(
+                json.dumps(
+                    {**line, "files": [[_short(name), taken_ns] for name, taken_ns in files], "functions": rows[:SHOWN]}
+                ),
+                flush=True,
+            )
 
 
 def _name_of_builtin(function: Any) -> str:
@@ -93,8 +103,11 @@ def _text(function: Any) -> str:
     if isinstance(function, str):
         return function
     name = getattr(function, "co_qualname", function.co_name)
-    folder, file = os.path.split(function.co_filename)
-    return "%s/%s:%d %s" % (os.path.basename(folder), file, function.co_firstlineno, name.replace("<locals>.", ""))
+    return "%s:%d %s" % (_short(function.co_filename), function.co_firstlineno, name.replace("<locals>.", ""))
+
+
+def _short(path: str) -> str:
+    return "/".join(path.split(os.sep)[-2:])
 
 
 class _OfServer:

@@ -77,8 +77,11 @@ class Distrun(System):
         self._ones, self._zeros = np.ones, np.zeros
         self._store = kvstore.create("dist_sync")
         self.rank, self.workers = self._store.rank, self._store.num_workers
-        self.barrier = self._store.barrier  # type: ignore[method-assign]
         self.close = self._store.close  # type: ignore[method-assign]
+
+    def barrier(self) -> None:
+        """See System."""
+        self._store.barrier()
 
     def arrays(self, keys: Sequence[int], forms: Sequence[shapes.Shape]) -> Tuple[List[Any], List[Any]]:
         """See System."""

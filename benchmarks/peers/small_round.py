@@ -54,7 +54,7 @@ def fill(connection: socket.socket, view: memoryview) -> None:
 
 def send(connection: socket.socket, head: bytes, value: np.ndarray) -> None:
     """Send a head and a value."""
-    view = memoryview(value).cast("B")
+    view = value.data.cast("B")
     count = connection.sendmsg([head, view]) - len(head)
     if count < len(view):
         connection.sendall(view[count:])
@@ -70,7 +70,7 @@ def worker_call(connection: socket.socket, shared: Optional[np.ndarray]) -> Call
         if shared is None or size <= INLINE:
             send(connection, head, gradient)
             fill(connection, answer)
-            fill(connection, memoryview(result).cast("B"))
+            fill(connection, result.data.cast("B"))
         else:
             shared[:size] = gradient.view(np.uint8)
             connection.sendall(head)
@@ -145,7 +145,7 @@ def serve(connections: Sequence[socket.socket], shared: Optional[Sequence[np.nda
             else:
                 if rooms[number].nbytes != size:
                     rooms[number] = np.empty(size // 4, np.float32)
-                fill(connections[number], memoryview(rooms[number]).cast("B"))
+                fill(connections[number], rooms[number].data.cast("B"))
                 values[number] = rooms[number]
             if len(values) < len(connections):
                 continue
@@ -232,7 +232,7 @@ def ping_pong(works: Works) -> None:
             for _ in range(rounds + WARM_UP):
                 begin = time.perf_counter()
                 if rank == 0:
-                    connection.send(value, copy=False)
+                    connection.send(value.data, copy=False)
                     connection.recv(copy=False)
                 else:
                     connection.send(connection.recv(copy=False), copy=False)

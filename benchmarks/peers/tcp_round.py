@@ -33,12 +33,16 @@ def connected() -> Dict[int, socket.socket]:
     if RANK == 0:
         return answered(listener, range(1, WORLD))
     links = {0: opened(master, listener.getsockname())}
-    others = links[0].makefile("r")
-    for rank, line in enumerate((others.readline() for _ in range(RANK - 1)), 1):
-        host, port = line.split()
+    for rank in range(1, RANK):
+        host, port = line_of(links[0]).split()
         links[rank] = opened((host, int(port)), listener.getsockname())
     links.update(answered(listener, range(RANK + 1, WORLD)))
     return links
+
+
+def line_of(link: socket.socket) -> str:
+    """Receive a line, and nothing that comes behind it."""
+    return link.makefile("rb", 0).readline().decode()
 
 
 def opened(address: tuple[str, int], own: tuple[str, int]) -> socket.socket:
@@ -62,7 +66,7 @@ def answered(listener: socket.socket, ranks: range) -> Dict[int, socket.socket]:
     where: Dict[int, str] = {}
     while len(links) < len(ranks):
         link, _ = listener.accept()
-        rank, _, address = link.makefile("r").readline().partition(" ")
+        rank, _, address = line_of(link).partition(" ")
         links[int(rank)], where[int(rank)] = link, address
     if RANK == 0:
         for rank, link in links.items():
