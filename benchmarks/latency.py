@@ -55,9 +55,9 @@ WORKS = (
     Work("4 MB, -s 2", str(4 << 20), 40, servers=2, goal_ms=3, goals=((GLOO, 0.6),)),
     Work("4 B, one worker", "4", workers=1),
     Work("barrier", "barrier", goal_ms=0.3),
-    Work("1,000 keys, one call", "small:list", 20, goals=((BUCKET, 0.25), (MXNET, 0.025))),
-    Work("1,000 keys, wait=False", "small:later", 10, goals=((MXNET, 1 / 3),)),
-    Work("ResNet-50, key by key", "resnet50:each", 5, goals=((MXNET, 1 / 3),)),
+    Work("1,000 keys, one call", "small:list", 6, goals=((BUCKET, 0.25), (MXNET, 0.025))),
+    Work("1,000 keys, wait=False", "small:later", 4, goals=((MXNET, 1 / 3),)),
+    Work("ResNet-50, key by key", "resnet50:each", 3, goals=((MXNET, 1 / 3),)),
 )
 
 

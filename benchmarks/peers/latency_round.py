@@ -217,7 +217,7 @@ def measured(system: System, work: str, rounds: int) -> List[float]:
     keys = system.numbers(len(forms))
     gradients, results = system.arrays(keys, forms)
     system.barrier()
-    warm_up = min(rounds, WARM_UP)
+    warm_up = min(rounds, WARM_UP)  # Long rounds need fewer.
     for number in range(1, rounds + warm_up + 1):
         for key, gradient in enumerate(gradients):
             gradient[:] = sent(key, system.rank, number)

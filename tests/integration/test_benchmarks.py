@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -230,6 +231,114 @@ def test_the_ratios_of_float16_are_ours_divided_by_numpys_and_fp16_divided_by_no
         "| 1 | 200.0 | 100.0 (0.50) |",
         "| 1e-06 | 200.0 | failed |",
     ]
+
+
+@pytest.fixture
+def latency(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return benchmarks/latency.py, which imports other files there."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return load("latency.py")
+
+
+def test_a_small_round_is_compared_run_by_run_and_each_goal_says_whether_it_is_reached(latency: ModuleType) -> None:
+    works = [each for each in latency.WORKS if each.name in ("4 B", "4 B, one worker", "barrier")]
+    found = {
+        "4 B": {"distrun": [0.0002, 0.0003, 0.0005], "gloo": [0.0004, 0.0002, None], "mxnet": [None, None, None]},
+        "4 B, one worker": {"distrun": [0.0021]},
+        "barrier": {"distrun": [0.001]},
+    }
+    rows = latency.table(["distrun", "gloo", "mxnet"], found, works).splitlines()
+    assert rows[0] == "| work | distrun | gloo | mxnet | goal |"
+    assert rows[2:] == [
+        "| 4 B | 0.300 | 0.300 (1.00, 0.50-1.50) | failed | at most 0.3 ms: reached; at most 1.00 of gloo: reached |",
+        "| 4 B, one worker | 2.10 |  |  |  |",
+        "| barrier | 1.00 |  |  | at most 0.3 ms: missed |",
+    ]
+    there = latency.table(["distrun", "gloo"], found, [latency.between_hosts(each) for each in works]).splitlines()
+    assert [row.split("|")[-2].strip() for row in there[2:]] == ["at most 1.00 of gloo: reached", "", ""]
+
+
+def test_small_rounds_of_one_job_are_measured_by_one_launch(latency: ModuleType) -> None:
+    works = {each.name: each for each in latency.WORKS}
+    ours = latency.System("distrun", "python", ("latency_round.py", "distrun"), serves=True)
+    gloo = latency.System("gloo", "python", ("latency_round.py", "gloo"))
+    sketch = latency.System("sketch", "python", ("small_round.py", "unix"), ranks=0, codes="[0-9]+")
+    assert ours.job(works["4 MB"]) != ours.job(works["4 MB, -s 2"])
+    assert gloo.job(works["4 MB"]) == gloo.job(works["4 MB, -s 2"]) == (2, 0)
+    assert [gloo.takes_part(works[name]) for name in ("4 B", "4 B, one worker", "barrier")] == [True, False, True]
+    assert [sketch.takes_part(works[name]) for name in ("4 B", "4 B, one worker", "barrier")] == [True, False, False]
+    both = [works["4 MB"], works["4 MB, -s 2"]]
+    command = latency.command_of(gloo, (2, 0), both, "h1,h2")
+    assert command[-4:] == ["python", "latency_round.py", "gloo", "4194304=40"]
+    assert latency.command_of(sketch, (2, 0), both, "")[0] == "python"
+
+
+@pytest.mark.parametrize("on_hosts", [False, True])
+def test_the_page_shows_the_newest_results_of_small_rounds(latency: ModuleType, on_hosts: bool) -> None:
+    report = load("report.py")
+    heading, body = latency.section(json.loads(latency.newest(on_hosts).read_text()))
+    written = report.TARGET.read_text().partition("## %s\n\n" % heading)[2].partition("\n## ")[0]
+    assert re.sub(r"\n!\[.*\n", "", written).strip() == body.strip()
+
+
+@pytest.mark.slow
+def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Path) -> None:
+    works, kept = ("4 B", "1 MB", "4 B, one worker", "barrier", "1,000 keys, wait=False"), tmp_path / "found.json"
+    command = [sys.executable, str(BENCHMARKS / "latency.py"), "--runs", "1", "--peers", str(tmp_path / "none")]
+    command += ["--results", str(kept), "--works", *works]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    names = ["distrun", "pyzmq", "sketch, tcp", "sketch", "sketch, two threads"]
+    assert lines[0] == "| work | %s | goal |" % " | ".join(names)
+    assert [line.split("|")[1].strip() for line in lines[2:]] == list(works)
+    assert "gloo is left out" in result.stderr
+    assert "scripts/install peers" in result.stderr
+    found = json.loads(kept.read_text())["seconds"]
+    assert list(found["1 MB"]) == names
+    assert list(found["barrier"]) == ["distrun"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="threads of a job are read from /proc")
+def test_where_the_time_of_a_small_round_goes_is_shown_for_both_sides() -> None:
+    command = [sys.executable, str(BENCHMARKS / "latency.py"), "--where", "--rounds", "20", "--functions", "400"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^\| (?:server|worker) \d+ \| main \| \d+ \|", result.stdout, re.MULTILINE)) == 3
+    assert re.search(r"^A round of rank 0: [0-9.]+ ms\.$", result.stdout, re.MULTILINE)
+    assert re.search(r"^\| worker \| distrun-node \| \d+ \| \d+ \|", result.stdout, re.MULTILINE)
+    worker, server = result.stdout.partition("| server: function |")[::2]
+    assert re.search(r"^\| `distrun_runtime/kvstore.py:\d+ KVStore.pushpull` \| 1.0 \|", worker, re.MULTILINE)
+    assert re.search(r"^\| `ps/server.py:\d+ Server.handle` \|", server, re.MULTILINE)
+
+
+RECORDED = """
+import calls
+recorder = calls.Recorder()
+def inner():
+    return len("abc")
+def outer():
+    inner()
+    inner()
+outer()
+recorder.is_on = True
+outer()
+recorder.print_report("worker")
+"""
+
+
+def test_a_recorder_counts_the_calls_between_its_start_and_its_report() -> None:
+    env = {"PYTHONPATH": str(BENCHMARKS / "peers")}
+    result = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=env, check=True)
+    line = json.loads(result.stdout)
+    counts = {name.split()[-1]: (is_python, count) for name, is_python, count, *_ in line["functions"]}
+    assert counts["inner"] == (True, 2)
+    assert counts["outer"] == (True, 1)
+    assert counts["builtins.len"] == (False, 2)
+    own_ns, whole_ns = ({name.split()[-1]: row[at] for name, *row in line["functions"]} for at in (2, 3))
+    assert whole_ns["inner"] == own_ns["inner"] + own_ns["builtins.len"]
+    assert whole_ns["outer"] == own_ns["outer"] + whole_ns["inner"]
 
 
 def test_a_section_of_the_page_is_replaced_and_the_others_stay() -> None:
