@@ -218,35 +218,30 @@ Measured by `benchmarks/latency.py`: calls that wait, one after the other. `4 B`
 workers through one server; MXNet 1.9.1 does the same, gloo's `all_reduce` sums between the workers. `1,000 keys`: of
 1 KB, in one call of all keys, or by a push and a pull of each key with `wait=False` (MXNet's never wait) and a wait for
 all at the end; gloo-bucket joins them into one tensor. `key by key`: the 161 tensors of ResNet-50, a push and a pull of
-each, as in the loop of [kvstore.md](kvstore.md); MXNet waits at the end.
+each, one after the other; MXNet waits at the end. `--where` shows where the time of one round goes.
 
-Limits, not peers: `pyzmq` is a message there and back between two processes. A `sketch` is two workers and a server of
-%s that send a head and a value%s and do nothing but add: no names, rounds, deaths or
-credentials (`benchmarks/peers/small_round.py`).
+%s
 
-%sMilliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
+Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
 median of the ratios of the runs, and their range.
 
 %s
 
 %s
-* Commit `%s`. %d runs, in which the systems take turns. A run's time is the median of its rounds after the warm-up; a
-  round takes as long as its slowest worker.
+* Commit `%s`
+* %d runs, in which the systems take turns. A run's time is the median of its rounds after the warm-up; a round takes as
+  long as its slowest worker.
 %s"""
-LOCAL = (
-    "a few lines of Python",
-    ", over Unix sockets and in shared memory or over TCP, with one thread in a worker or two",
-    "",
-)
-LAB = (
-    "a few lines of Python",
-    " over TCP",
-    """\
+LOCAL = """\
+Limits, not peers: `pyzmq` is a message there and back between two processes over TCP. A `sketch` is two workers and a
+server in a few lines of Python: they send a head and a value, add, and have no names, rounds, deaths or credentials
+(`benchmarks/peers/small_round.py`). Heads and small values go over Unix sockets, larger values through shared memory;
+`two threads`: a worker hands each call to its second thread; `tcp`: all goes over TCP."""
+LAB = """\
 The hosts are those of `scripts/lab`: network namespaces of one machine with virtual cables, so all processes share its
-cores. The server and a worker are on one host, the other worker on the other. The goal: not slower than gloo.
-
-""",
-)
+cores. The server and a worker are on one host, the other worker on the other. Limits, not peers: `pyzmq` is a message
+there and back; `sketch, tcp` is two workers and a server in a few lines of Python, which send a head and a value, add,
+and have no names, rounds, deaths or credentials (`benchmarks/peers/small_round.py`). The goal: not slower than gloo."""
 
 
 def section(results: dict[str, Any]) -> tuple[str, str]:
@@ -257,8 +252,14 @@ def section(results: dict[str, Any]) -> tuple[str, str]:
         works = [between_hosts(work) for work in works]
     text = table(facts["systems"], found, works)
     note = "* %s\n" % facts["note"] if facts["note"] else ""
-    words = LAB if facts["hosts"] else LOCAL
-    body = SECTION % (*words, text, facts["circumstances"], facts["commit"], facts["runs"], note)
+    body = SECTION % (
+        LAB if facts["hosts"] else LOCAL,
+        text,
+        facts["circumstances"],
+        facts["commit"],
+        facts["runs"],
+        note,
+    )
     return BETWEEN_HOSTS if facts["hosts"] else HEADING, body
 
 
