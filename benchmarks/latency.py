@@ -109,11 +109,11 @@ def systems(peers: Path, on_hosts: bool) -> list[System]:
         System(BUCKET, torch, (rounds, BUCKET), codes="small:list"),
         System(MXNET, mxnet, (rounds, MXNET), ("--ps", "command"), serves=True),
         System("pyzmq", own, (least, "ping-pong"), reports=1, codes=one_key),
-        System("sketch, tcp", own, (least, "tcp"), ranks=3, codes=one_key),
+        System("sketch-tcp", own, (least, "tcp"), ranks=3, codes=one_key),
     ]
     if not on_hosts:
         known.append(System("sketch", own, (least, "unix"), ranks=0, codes=one_key))
-        known.append(System("sketch, two threads", own, (least, "threads"), ranks=0, codes=one_key))
+        known.append(System("sketch-threads", own, (least, "threads"), ranks=0, codes=one_key))
     for system in known:
         if not os.access(system.python, os.X_OK):
             say("%s is left out: no %s. To have it:  scripts/install peers" % (system.name, system.python))
@@ -236,11 +236,11 @@ LOCAL = """\
 Limits, not peers: `pyzmq` is a message there and back between two processes over TCP. A `sketch` is two workers and a
 server in a few lines of Python: they send a head and a value, add, and have no names, rounds, deaths or credentials
 (`benchmarks/peers/small_round.py`). Heads and small values go over Unix sockets, larger values through shared memory;
-`two threads`: a worker hands each call to its second thread; `tcp`: all goes over TCP."""
+`sketch-threads`: a worker hands each call to its second thread; `sketch-tcp`: all goes over TCP."""
 LAB = """\
 The hosts are those of `scripts/lab`: network namespaces of one machine with virtual cables, so all processes share its
 cores. The server and a worker are on one host, the other worker on the other. Limits, not peers: `pyzmq` is a message
-there and back; `sketch, tcp` is two workers and a server in a few lines of Python, which send a head and a value, add,
+there and back; `sketch-tcp` is two workers and a server in a few lines of Python, which send a head and a value, add,
 and have no names, rounds, deaths or credentials (`benchmarks/peers/small_round.py`). The goal: not slower than gloo."""
 
 
@@ -298,7 +298,9 @@ def main() -> None:
     """Measure, print the table, and write results and page if asked to."""
     names = [work.name for work in WORKS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--works", nargs="+", choices=names, default=names, help="rows (default: all)")
+    parser.add_argument(
+        "--works", nargs="+", metavar="WORK", choices=names, default=names, help="rows, as in the table (default: all)"
+    )
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("--hosts", default="", help="`lab`, or H1,H2 that ssh reaches and that have .venv as here")
@@ -313,6 +315,8 @@ def main() -> None:
     parser.add_argument("-n", "--workers", type=int, default=2, help="with --where (default 2)")
     options = parser.parse_args()
     options.peers = options.peers.resolve()
+    if options.bytes < 4 or options.bytes % 4 or min(options.rounds, options.runs, options.workers) < 1:
+        parser.error("--bytes is a multiple of 4; --rounds, --runs and --workers are at least 1")
 
     if options.where:
         from latency_where import where
@@ -320,6 +324,9 @@ def main() -> None:
         print(where(options.bytes, options.workers, options.rounds, options.functions))
         return
     known = systems(options.peers, bool(options.hosts))
+    names = [system.name for system in known]
+    if missing := [name for name in options.systems or () if name not in names]:
+        parser.error("--systems: no %s here; there are: %s" % (", ".join(missing), "; ".join(names)))
     columns = [system for system in known if not options.systems or system.name in options.systems]
     if options.hosts == "lab":
         found = measured_in_lab(options)

@@ -80,6 +80,9 @@ def system_calls_table(lines: Sequence[Line], rounds: int) -> str:
     """Return how often worker 0 and the server make each system call in a round."""
     rows = begun("process", "all", "of them")
     for each in lines:
+        if "why" in each:
+            rows.append("| %s |  | strace cannot follow it: %s |" % (each["who"], each["why"]))
+            continue
         counts = [(name, count / rounds) for name, count in each["calls"]]
         rows.append("| %s | %.1f | %s |" % (each["who"], sum(count for _, count in counts), listed(counts)))
     return "\n".join(rows)

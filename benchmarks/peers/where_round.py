@@ -46,14 +46,16 @@ def threads_seen(processes: List[Path]) -> Iterator[None]:
 
 @contextmanager
 def system_calls_seen(who: str, process: str) -> Iterator[None]:
-    """Print a line with the names and counts of a process's system calls meanwhile."""
+    """Print a line with the names and counts of a process's system calls meanwhile, or why it cannot be followed."""
     command = ["strace", "-f", "-c", "-p", process]
     tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert tracer.stderr is not None
     line = tracer.stderr.readline()
     if "attached" not in line:
-        sys.exit("where_round.py: strace cannot follow process %s: %s" % (process, line.strip()))
+        print(json.dumps({"who": who, "why": line.strip()}), flush=True)
     yield
+    if "attached" not in line:
+        return
     tracer.send_signal(signal.SIGINT)
     _, text = tracer.communicate(timeout=ATTACH_S)
     found = re.findall(r"^ *[0-9.]+ +[0-9.]+ +[0-9]+ +([0-9]+) +(?:[0-9]+ )? *([a-z_0-9]+)$", text, re.MULTILINE)

@@ -289,7 +289,7 @@ def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Pat
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    names = ["distrun", "pyzmq", "sketch, tcp", "sketch", "sketch, two threads"]
+    names = ["distrun", "pyzmq", "sketch-tcp", "sketch", "sketch-threads"]
     assert lines[0] == "| work | %s | goal |" % " | ".join(names)
     assert [line.split("|")[1].strip() for line in lines[2:]] == list(works)
     assert "gloo is left out" in result.stderr
@@ -311,6 +311,28 @@ def test_where_the_time_of_a_small_round_goes_is_shown_for_both_sides() -> None:
     worker, server = result.stdout.partition("| server: function |")[::2]
     assert re.search(r"^\| `distrun_runtime/kvstore.py:\d+ KVStore.pushpull` \| 1.0 \|", worker, re.MULTILINE)
     assert re.search(r"^\| `ps/server.py:\d+ Server.handle` \|", server, re.MULTILINE)
+
+
+def test_a_process_that_strace_cannot_follow_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    lines = [{"who": "worker", "calls": [["read", 30], ["futex", 7], ["brk", 0]]}, {"who": "server", "why": "no right"}]
+    assert load("latency_where.py").system_calls_table(lines, 10).splitlines()[2:] == [
+        "| worker | 3.7 | read 3.0, futex 0.7 |",
+        "| server |  | strace cannot follow it: no right |",
+    ]
+
+
+@pytest.mark.lab
+def test_small_rounds_are_measured_between_two_hosts_of_a_lab(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "latency.py"), "--hosts", "lab", "--runs", "1", "--works", "4 B"]
+    command += ["--systems", "distrun", "pyzmq", "sketch-tcp", "--peers", str(tmp_path / "none")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    assert re.search(
+        r"^\| 4 B \| [0-9.]+ \| [0-9.]+ \(.*\) \| [0-9.]+ \(.*\) \| at most 1.00 of gloo \|$", result.stdout, re.M
+    )
 
 
 RECORDED = """
