@@ -12,8 +12,8 @@ a JobSet, which its controller makes. Else this process creates them.
   none.
 * One pod that fails ends no other (`backoffLimitPerIndex`, Kubernetes 1.29): the coordinator ends them in order.
 
-A JobSet's own text cannot be changed, but its Jobs can: pods and deadline are given to them in both cases. What kubectl
-prints is read by `kubernetes_answers`.
+The Jobs in a JobSet's text cannot be changed, but those that its controller has made can: pods and deadlines are given
+to Jobs in both cases. What kubectl prints is read by `kubernetes_answers`.
 """
 
 from __future__ import annotations
@@ -107,10 +107,9 @@ RIGHTS = (
 """What a launch does in its namespace. It also looks at nodes, if it may."""
 JOBSET_RIGHTS = (("create", JOBSETS), ("list", JOBSETS), ("delete", JOBSETS))
 """What it also does if it creates a JobSet."""
-NO_CONTROLLER = (
-    "ask the administrators whether JobSet's controller runs; or do without:  jobset = no in [kubernetes] of the"
-    " configuration file"
-)
+JOBSET_API = "jobset.x-k8s.io/v1alpha2"
+WITHOUT = "or do without JobSets:  jobset = no in [kubernetes] of the configuration file"
+CONFIGURED = "correct the configuration file"
 HINTS = {
     "exceeded quota": "ask for less, or wait until others have ended; kubectl describe resourcequota shows it",
     "must specify": "say what each task needs: --worker-cores, --worker-memory, --server-cores, --server-memory",
@@ -126,7 +125,6 @@ HINTS = {
 
 NO_JOBSETS = re.compile("resource type|forbidden", re.IGNORECASE)
 """What kubectl says if the cluster has no JobSets, or none for this user."""
-CONFIGURED = "correct the configuration file"
 UNNAMED = re.compile("selfsubjectreviews|forbidden|unknown command", re.IGNORECASE)
 """What kubectl says if the cluster does not tell users what it calls them, or if it is too old to ask."""
 
@@ -179,7 +177,7 @@ class Kubernetes(Engine):
     def prepare(self, submission: Submission) -> KubernetesPreparation:
         """Check the options, and look whether a node has room for each task."""
         self.options = options = submission.options
-        wanted = _matched("jobset =", options.config.get("jobset", "yes"), "yes|no", "yes or no", CONFIGURED)[0]
+        wants_jobset = self._wants_jobset()
         why = "Kubernetes has no such queues"
         refuse_queue_options(options, why, "use --namespace and --node-selector")
         for group in submission.groups:
@@ -198,7 +196,7 @@ class Kubernetes(Engine):
         except EngineError:
             pass  # this user may not look at nodes
         found = KubernetesPreparation(note, JOBS, context, namespace, user, socket.gethostname())
-        if wanted == "yes":
+        if wants_jobset:
             jobset = dataclasses.replace(found, kind=JOBSETS)
             words = (*self._where(context, namespace), "create", "--dry-run=server", "--filename=-")
             with contextlib.suppress(EngineError):  # there is no such kind, or not for this user, or no webhook of it
@@ -273,7 +271,7 @@ class Kubernetes(Engine):
             if handle.more["kind"] == JOBS or len(found) == count:
                 return found
         why = f"the cluster takes JobSets, but nothing has made the Jobs of this one within {ANSWER_S:g} s"
-        raise EngineError(why, NO_CONTROLLER)
+        raise EngineError(why, f"ask the administrators whether JobSet's controller runs; {WITHOUT}")
 
     def look(self, handle: Handle) -> QueueStatus:
         """Ask for the job's objects, and for the events of what is slow; renew the lease. Of a job that was submitted.
@@ -419,14 +417,23 @@ class Kubernetes(Engine):
         return not told.code
 
     def _jobsets(self) -> CheckResult:
-        """Tell whether a job is a JobSet; without them all goes on as well."""
+        """Tell whether a job is a JobSet. Without them nothing is missing."""
+        if not self._wants_jobset():
+            return CheckResult(True, "JobSets are not used: jobset = no")
         try:
-            self._ask(None, "get", JOBSETS, _selected("none"), "--output=name")
+            self._ask(None, "get", f"--raw=/apis/{JOBSET_API}")
         except EngineError as err:
             return CheckResult(True, f"JobSets are not used: {err}")
-        may_not = [" ".join(each) for each in JOBSET_RIGHTS if not self._may(*each)]
-        why_not = f"not used: this user may not: {', '.join(may_not)}"
-        return CheckResult(True, f"JobSets are {why_not if may_not else 'used'}")
+        may_not = [verb for verb, what in JOBSET_RIGHTS if not self._may(verb, what)]
+        if "create" in may_not:
+            return CheckResult(True, "JobSets are not used: this user may not create them")
+        but = f", but this user may not {' and '.join(may_not)} them" if may_not else ""
+        return CheckResult(not may_not, f"JobSets are used{but}", f"ask the administrators for these rights; {WITHOUT}")
+
+    def _wants_jobset(self) -> bool:
+        """Return what the configuration file says. Raises UsageError."""
+        text = self.options.config.get("jobset", "yes")
+        return _matched("jobset =", text, "yes|no", "yes or no", CONFIGURED)[0] == "yes"
 
     def _pod_security(self, namespace: str) -> CheckResult:
         label = r"pod-security\.kubernetes\.io/enforce"
@@ -535,7 +542,7 @@ def jobs(submission: Submission) -> dict[str, Any]:
         replicated = [{"name": role, "template": job} for role, job in made.items()]
         about = {"name": base_name(submission.marker), "labels": labels(submission), "annotations": note}
         spec = {**kept, "network": network, "replicatedJobs": replicated}
-        return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": about, "spec": spec}
+        return {"apiVersion": JOBSET_API, "kind": "JobSet", "metadata": about, "spec": spec}
     items = [
         {
             "apiVersion": "batch/v1",

@@ -73,7 +73,7 @@ def allow(lab: PodSite, rights: Sequence[tuple[str, str]]) -> None:
     lab.cluster.kubectl("patch", "role", "user", "--type=merge", "-p", json.dumps({"rules": rules}))
 
 
-@pytest.fixture(params=[JOBS, JOBSETS])
+@pytest.fixture(params=[JOBS, JOBSETS], ids=["jobs", "jobset"])
 def kind(cluster: PodSite, request: pytest.FixtureRequest) -> Iterator[str]:
     """What a job is in the cluster. Who may not create JobSets gets Jobs."""
     if request.param == JOBSETS:
@@ -523,10 +523,38 @@ def test_the_digits_train_without_a_shared_folder_and_with_roles_of_different_ne
     lab.nothing_stays()
 
 
-def test_doctor_says_what_is_there_and_which_right_is_missing(lab: PodSite) -> None:
+@pytest.mark.parametrize("kind", [JOBSETS], indirect=True)
+def test_where_jobsets_controller_does_not_run_a_job_is_not_left_waiting_for_it(kind: str, lab: PodSite) -> None:
+    for each in lab.processes():
+        if each.name == kubernetes.JOBSET:
+            os.kill(each.pid, signal.SIGKILL)
+    words = ("-v", "-n", "1", "-s", "0", "true")
+    try:
+        done = lab.launch(*words)
+        assert done.code == 0, done.err
+        assert "(jobs)" in done.err, "a JobSet is not taken without an answer of its webhook"
+        hooks = "mutatingwebhookconfiguration,validatingwebhookconfiguration"
+        lab.cluster.kubectl("delete", hooks, kubernetes.JOBSET)
+        done = lab.launch(*words)
+        assert done.code == 5, done.err
+        assert f"({kind})" in done.err
+        assert "nothing has made the Jobs of this one within 20 s" in done.err
+        assert "jobset = no in [kubernetes]" in done.err
+        lab.nothing_stays()
+        done = lab.launch(*words, env=configured(lab, "jobset = no"))
+        assert done.code == 0, done.err
+        assert "(jobs)" in done.err
+    finally:
+        lab.cluster.begin(kubernetes.JOBSET)
+        lab.cluster.add_webhooks()
+    lab.nothing_stays()
+
+
+def test_doctor_says_what_is_there_and_which_right_is_missing(kind: str, lab: PodSite) -> None:
     done = lab.distrun("doctor", "--launcher", "kubernetes")
     assert done.code == 0, done.out
     assert f"namespace {kubernetes.NAMESPACE}" in done.out
+    assert f"JobSets are {'used' if kind == JOBSETS else 'not used: '}" in done.out
     missing = lab.distrun("doctor", "--launcher", "kubernetes", "--namespace", "default")
     assert missing.code == 3
     assert "this user may not: create jobs" in missing.out
@@ -567,11 +595,17 @@ def test_a_pod_without_python_is_told_at_once(lab: PodSite) -> None:
     lab.nothing_stays()
 
 
-def test_the_api_server_accepts_all_that_options_can_make(lab: PodSite) -> None:
-    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes" / "all.golden"
-    jobs = golden.read_text().partition("$ kubectl")[0]
-    told = lab.cluster.kubectl("create", "--dry-run=server", "--filename=-", text=jobs)
-    assert told.count("created (server dry run)") == 2
+def test_the_api_server_accepts_all_that_options_can_make(kind: str, lab: PodSite) -> None:
+    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes"
+    made, jobset = (
+        json.loads((golden / f"{name}.golden").read_text().partition("$ kubectl")[0]) for name in ("all", "jobset")
+    )
+    if kind == JOBSETS:
+        for replicated, job in zip(jobset["spec"]["replicatedJobs"], made["items"], strict=True):
+            replicated["template"]["spec"]["template"] = job["spec"]["template"]
+        made = jobset
+    told = lab.cluster.kubectl("create", "--dry-run=server", "--filename=-", text=json.dumps(made))
+    assert told.count("created (server dry run)") == (1 if kind == JOBSETS else 2)
 
 
 def configured(lab: PodSite, line: str) -> dict[str, str]:

@@ -282,18 +282,22 @@ class Kubernetes:
                 if self.has_jobsets:  # the garbage collector looks for types when it starts, and every 30 s
                     self.kubectl("create", "-f", str(programs() / JOBSET_TYPE))
                     self._wait(self._serves_jobsets, "the API server has JobSets", "kube-apiserver")
-            self._begin(name, *words)
+            self.begin(name, *words)
         if self.has_jobsets:
-            self._begin(JOBSET)
+            self.begin(JOBSET)
         for host in self.lab.hosts.values():
             self.start(host)
         self._make_user()
         if self.has_jobsets:
-            self.create(*webhooks((self.folder / "certs" / "apiserver.crt").read_bytes()))
-            self._wait(self._fills_in_jobsets, "the webhooks of JobSets work", JOBSET)
+            self.add_webhooks()
         wait_until(self._is_ready, UP_S, "all nodes are ready")
 
-    def _begin(self, name: str, *words: str) -> None:
+    def add_webhooks(self) -> None:
+        """Have the API server ask the JobSet controller; it does then."""
+        self.create(*webhooks((self.folder / "certs" / "apiserver.crt").read_bytes()))
+        self._wait(self._fills_in_jobsets, "the webhooks of JobSets work", JOBSET)
+
+    def begin(self, name: str, *words: str) -> None:
         """Start a program of the control plane, which ends with the lab."""
         script = 'cd %s && KUBECONFIG=admin exec setsid -f "$@" >>%s.log 2>&1 </dev/null' % (STATE, name)
         self.lab.inside("sh", "-c", script, "sh", str(programs() / name), *words)

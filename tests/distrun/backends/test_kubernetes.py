@@ -279,16 +279,19 @@ def test_doctor_says_whether_jobsets_are_used(tmp_path: Path, monkeypatch: pytes
     version = """*version*) echo '{"major": "1", "minor": "34", "gitVersion": "v1.34.4"}' ;;"""
     engine = Kubernetes()
     engine.options = options(config=TELLS)
-    none = "*'get jobsets'*) echo 'error: no such resource type' >&2; exit 1 ;;"
-    for answer, told in [
-        ("*'get jobsets'*) ;;", "used"),
-        (none, "not used: kubectl says: error: no such resource type"),
-        ("*'delete jobsets.jobset.x-k8s.io') echo no; exit 1 ;;\n*'get jobsets'*) ;;", "not used: this user may not: "),
+    served = "*'get --raw=/apis/jobset.x-k8s.io/v1alpha2') ;;"
+    refused = "jobsets.jobset.x-k8s.io') echo no; exit 1 ;;"
+    for answer, told, is_ok in [
+        (served, "used", True),
+        ("*--raw=/apis*) echo 'Error: not found' >&2; exit 1 ;;", "not used: kubectl says: Error: not found", True),
+        (f"{served}\n*'create {refused}", "not used: this user may not create them", True),
+        (f"{served}\n*'delete {refused}", "used, but this user may not delete them", False),
     ]:
         kubectl(tmp_path, monkeypatch, f"{version}\n{VIEW}\n{answer}\n*can-i*) echo yes ;;")
         [line] = [each for each in examined(engine) if each.text.startswith("JobSets are ")]
-        assert line.ok
-        assert line.text.startswith(f"JobSets are {told}")
+        assert (line.text, line.ok) == (f"JobSets are {told}", is_ok)
+    engine.options = options(config={**TELLS, "jobset": "no"})
+    assert "JobSets are not used: jobset = no" in [each.text for each in examined(engine)]
 
 
 def listed(kind: str, marker: str, conditions: str) -> str:
