@@ -193,7 +193,7 @@ def _build(folder: Path) -> None:
         for program in (*PROGRAMS, JOBSET):
             (made / program).symlink_to("kubernetes")
         told = _run([go, "list", "-m", "-f={{.Dir}}", "sigs.k8s.io/jobset"], "go list", VERSION_S, env)
-        shutil.copyfile(Path(told.strip(), TYPE_IN_MODULE), made / JOBSET_TYPE)
+        shutil.copyfile(Path(told.splitlines()[-1], TYPE_IN_MODULE), made / JOBSET_TYPE)
         shutil.rmtree(folder, ignore_errors=True)  # below CACHE: one that lacks programs
         made.rename(folder)  # whole or not at all
     seconds = round(time.monotonic() - began)
