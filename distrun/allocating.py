@@ -99,7 +99,8 @@ def _wait(
     if submission.found.note:
         service.say(submission.found.note, "warning")
     job.backend.keep_files(job.request)
-    service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
+    kind = f" ({submission.found.kind})" if submission.found.kind else ""
+    service.say(f"submitting to {job.backend.name} as {submission.marker}{kind}", "debug")
     waiting = QueueWait(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
     run = loop.HostLoop(waiting, ())
     service.opened(run.put)

@@ -67,6 +67,8 @@ class Preparation:
 
     note: str = ""
     """What the user is told before the job is submitted."""
+    kind: str = ""
+    """What the job is in the engine, in the engine's word, if there are several kinds. -v tells it."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,25 @@
 """Kubernetes by kubectl: an Indexed Job for each role, whose pods are the places, with one task each.
 
+Where the cluster has JobSets (https://jobset.sigs.k8s.io, v1alpha2) and this user may create one, the Jobs are those of
+a JobSet, which its controller makes. Else this process creates them.
+
 * What is submitted has nothing of the user's but what the options say of pods. The enrolment secret is a Secret that
   the Jobs own, so that it goes with them. Pods get no token of the API.
 * Order matters, for this process may be killed at any time: Jobs without pods, then the Secret, then the Jobs' pods.
+  A Job that is deleted, and made again by a JobSet, gets no pods.
 * A Job has a deadline, the lease (`LEASE_S`), which this process renews while the job waits and begins. If it dies,
   Kubernetes ends the job. Once the agents are connected they see to that, and the deadline is the user's `--time`, or
   none.
 * One pod that fails ends no other (`backoffLimitPerIndex`, Kubernetes 1.29): the coordinator ends them in order.
 
-Jobs of a JobSet would be no gain: agents bring their addresses and the coordinator orders start and end, while the
-deadline of a JobSet's Jobs cannot be changed. What kubectl prints is read by `kubernetes_answers`.
+The Jobs in a JobSet's text cannot be changed, but those that its controller has made can: pods and deadlines are given
+to Jobs in both cases. What kubectl prints is read by `kubernetes_answers`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -57,12 +62,15 @@ from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts, process
 
-JOBS = "jobs.json"
+TEXT = "jobs.json"
 """Name of the Jobs' text in the folder of the submission."""
+JOBS, JOBSETS = "jobs", "jobsets.jobset.x-k8s.io"
+"""What kubectl calls the two kinds that a job can be."""
 INDEX_VARIABLE, PLACE, SECRET = "DISTRUN_POD_INDEX", "DISTRUN_POD", "DISTRUN_ENROLMENT"
 """Variables of a pod: its index, its place made of that, and the secret, which the bootstrap takes out."""
-NAME_LENGTH = 50
-"""Length of a Job's name without `-worker`: host names of its pods (`NAME-worker-65535`) have at most 63 characters."""
+NAME_LENGTH = 42
+"""Length of a Job's name without `-worker`: names of a JobSet's pods (`NAME-worker-0-65535-abcde`) have at most 63
+characters, which JobSet's webhook checks."""
 GPU = "nvidia.com/gpu"
 LEASE_S = 300
 """How long Kubernetes keeps a job whose launcher is gone before its agents are connected."""
@@ -97,6 +105,11 @@ RIGHTS = (
     ("list", "events"),
 )
 """What a launch does in its namespace. It also looks at nodes, if it may."""
+JOBSET_RIGHTS = (("create", JOBSETS), ("list", JOBSETS), ("delete", JOBSETS))
+"""What it also does if it creates a JobSet."""
+JOBSET_API = "jobset.x-k8s.io/v1alpha2"
+WITHOUT = "or do without JobSets:  jobset = no in [kubernetes] of the configuration file"
+CONFIGURED = "correct the configuration file"
 HINTS = {
     "exceeded quota": "ask for less, or wait until others have ended; kubectl describe resourcequota shows it",
     "must specify": "say what each task needs: --worker-cores, --worker-memory, --server-cores, --server-memory",
@@ -110,6 +123,8 @@ HINTS = {
 }
 """What to do about what kubectl or the cluster has said, by words in it."""
 
+NO_JOBSETS = re.compile("resource type|forbidden", re.IGNORECASE)
+"""What kubectl says if the cluster has no JobSets, or none for this user."""
 UNNAMED = re.compile("selfsubjectreviews|forbidden|unknown command", re.IGNORECASE)
 """What kubectl says if the cluster does not tell users what it calls them, or if it is too old to ask."""
 
@@ -125,6 +140,7 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 class KubernetesPreparation(Preparation):
     """What is known of the cluster before a job is submitted."""
 
+    kind: str = JOBS
     context: str = ""
     """kubectl's; empty: it has none, as in a pod of the cluster."""
     namespace: str = ""
@@ -161,6 +177,7 @@ class Kubernetes(Engine):
     def prepare(self, submission: Submission) -> KubernetesPreparation:
         """Check the options, and look whether a node has room for each task."""
         self.options = options = submission.options
+        wants_jobset = self._wants_jobset()
         why = "Kubernetes has no such queues"
         refuse_queue_options(options, why, "use --namespace and --node-selector")
         for group in submission.groups:
@@ -178,19 +195,25 @@ class Kubernetes(Engine):
             note = f"{err}: the job waits until there is one"  # which may be added
         except EngineError:
             pass  # this user may not look at nodes
-        return KubernetesPreparation(note, context, namespace, user, socket.gethostname())
+        found = KubernetesPreparation(note, JOBS, context, namespace, user, socket.gethostname())
+        if wants_jobset:
+            jobset = dataclasses.replace(found, kind=JOBSETS)
+            words = (*self._where(context, namespace), "create", "--dry-run=server", "--filename=-")
+            with contextlib.suppress(EngineError):  # there is no such kind, or not for this user, or no webhook of it
+                self._run(words, _text(dataclasses.replace(submission, found=jobset)))
+                return jobset
+        return found
 
     def render(self, submission: Submission) -> Script:
         """Return the Jobs, without pods as yet, and the commands that create them, their Secret and their pods."""
         where = self._where(submission.found.context, submission.found.namespace)
-        text = json.dumps(jobs(submission), indent=1) + "\n"
-        create = (*where, "create", f"--filename={submission.folder / JOBS}")
+        create = (*where, "create", f"--filename={submission.folder / TEXT}")
         secret = (*where, "create", "--filename=-")
         begin = [
             (*where, "patch", "job", job_name(submission, group.role), "--type=merge", _spec(parallelism=group.count))
             for group in submission.groups
         ]
-        return Script({JOBS: text}, (create, secret, *begin))
+        return Script({TEXT: _text(submission)}, (create, secret, *begin))
 
     def _where(self, context: str, namespace: str = "") -> tuple[str, ...]:
         """Return kubectl with its cluster and namespace. Raises UsageError: --namespace is no name of one."""
@@ -219,9 +242,10 @@ class Kubernetes(Engine):
     # ------------------------------------------------------------------ the job in the cluster
 
     def handle(self, submission: Submission) -> Handle:
-        """Return the job's label, and where it is created."""
+        """Return the job's label, and where and as what it is created."""
         found: KubernetesPreparation = submission.found
-        return Handle(self.name, submission.marker, {"context": found.context, "namespace": found.namespace})
+        more = {"context": found.context, "namespace": found.namespace, "kind": found.kind}
+        return Handle(self.name, submission.marker, more)
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Create the Jobs, their Secret, and then their pods."""
@@ -230,7 +254,8 @@ class Kubernetes(Engine):
         try:
             self._lease = JobLease(clock(), submission.options.time_s)
             self._run(create)
-            self._run(secret, text=json.dumps(owned_secret(submission, self._objects(handle).jobs)))
+            made = self._made(handle, len(submission.groups))
+            self._run(secret, text=json.dumps(owned_secret(submission, made)))
             for argv in begin:
                 self._run(argv)
         except BaseException:
@@ -238,6 +263,15 @@ class Kubernetes(Engine):
                 self.cancel(handle)
             raise
         return handle
+
+    def _made(self, handle: Handle, count: int) -> Sequence[answers.RoleJob]:
+        """Return the Jobs, which a JobSet's controller makes a little later. Raises EngineError: it does not."""
+        for _ in tries(ANSWER_S):
+            found = self._objects(handle).jobs
+            if handle.more["kind"] == JOBS or len(found) == count:
+                return found
+        why = f"the cluster takes JobSets, but nothing has made the Jobs of this one within {ANSWER_S:g} s"
+        raise EngineError(why, f"ask the administrators whether JobSet's controller runs; {WITHOUT}")
 
     def look(self, handle: Handle) -> QueueStatus:
         """Ask for the job's objects, and for the events of what is slow; renew the lease. Of a job that was submitted.
@@ -288,13 +322,17 @@ class Kubernetes(Engine):
         return not found.jobs and clock() > self._seen_at + LEASE_S
 
     def is_gone(self, handle: Handle) -> bool:
-        """Return whether the job has no Jobs any more. Those that have ended are there for KEPT_S."""
-        return not self._objects(handle).jobs
+        """Return whether the job has no Jobs and no JobSet any more. Those that have ended are there for KEPT_S."""
+        if self._objects(handle).jobs:
+            return False
+        return handle.more["kind"] == JOBS or not self._ask(
+            handle, "get", JOBSETS, _selected(handle.id), "--output=name"
+        )
 
     def cancel(self, handle: Handle) -> None:
         """Delete the Jobs, and with them pods and Secret. Pods of lost nodes are removed: agents end by themselves."""
         options = ("--cascade=foreground", "--wait=false", "--ignore-not-found")
-        self._ask(handle, "delete", "jobs", _selected(handle.id), *options)
+        self._ask(handle, "delete", handle.more["kind"], _selected(handle.id), *options)
         force = ("--force", "--grace-period=0", "--wait=false", "--ignore-not-found")
         for _ in tries(GONE_S):
             with contextlib.suppress(EngineError):  # `is_gone` tells in the end
@@ -330,13 +368,19 @@ class Kubernetes(Engine):
 
     def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs in the namespace."""
-        context, _ = self._context()
-        text = self._ask(None, "get", "jobs", f"--selector={USER_LABEL}={self._user()}", "--output=json")
-        found = {}
-        for job in Objects.of(text).jobs:
-            handle = Handle(self.name, job.marker, {"context": context, "namespace": job.namespace})
-            state = "ended" if job.is_over else "there"
-            found[job.marker] = FoundJob(handle, job.marker, f"{state}, launched on {job.host}")
+        (context, _), user = self._context(), self._user()
+        found: dict[str, FoundJob] = {}
+        for kind in (JOBSETS, JOBS):
+            try:
+                text = self._ask(None, "get", kind, f"--selector={USER_LABEL}={user}", "--output=json")
+            except EngineError as err:
+                if kind == JOBS or not NO_JOBSETS.search(str(err)):
+                    raise
+                continue
+            for job in answers.listed(text):
+                more = {"context": context, "namespace": job.namespace, "kind": kind}
+                state = f"{'ended' if job.is_over else 'there'}, launched on {job.host}"
+                found.setdefault(job.marker, FoundJob(Handle(self.name, job.marker, more), job.marker, state))
         return list(found.values())
 
     def examine(self) -> Iterator[CheckResult]:
@@ -354,6 +398,7 @@ class Kubernetes(Engine):
             f"this user may not: {', '.join(may_not)}" if may_not else "this user may create and delete what a job has"
         )
         yield CheckResult(not may_not, text, f"ask the administrators for a Role with these in {namespace}")
+        yield self._jobsets()
         yield self._pod_security(namespace)
         try:
             nodes = self._nodes()
@@ -370,6 +415,25 @@ class Kubernetes(Engine):
         if told.out.split()[:1] not in (["yes"], ["no"]):
             raise EngineError(f"kubectl says: {told.said}", hint_of(told.said, HINTS))
         return not told.code
+
+    def _jobsets(self) -> CheckResult:
+        """Tell whether a job is a JobSet. Without them nothing is missing."""
+        if not self._wants_jobset():
+            return CheckResult(True, "JobSets are not used: jobset = no")
+        try:
+            self._ask(None, "get", f"--raw=/apis/{JOBSET_API}")
+        except EngineError as err:
+            return CheckResult(True, f"JobSets are not used: {err}")
+        may_not = [verb for verb, what in JOBSET_RIGHTS if not self._may(verb, what)]
+        if "create" in may_not:
+            return CheckResult(True, "JobSets are not used: this user may not create them")
+        but = f", but this user may not {' and '.join(may_not)} them" if may_not else ""
+        return CheckResult(not may_not, f"JobSets are used{but}", f"ask the administrators for these rights; {WITHOUT}")
+
+    def _wants_jobset(self) -> bool:
+        """Return what the configuration file says. Raises UsageError."""
+        text = self.options.config.get("jobset", "yes")
+        return _matched("jobset =", text, "yes|no", "yes or no", CONFIGURED)[0] == "yes"
 
     def _pod_security(self, namespace: str) -> CheckResult:
         label = r"pod-security\.kubernetes\.io/enforce"
@@ -448,8 +512,8 @@ def base_name(marker: str) -> str:
 
 
 def job_name(submission: Submission, role: str) -> str:
-    """Return the name of a role's Job."""
-    return f"{base_name(submission.marker)}-{role}"
+    """Return the name of a role's Job. One of a JobSet has its number there, too."""
+    return f"{base_name(submission.marker)}-{role}" + ("-0" if submission.found.kind == JOBSETS else "")
 
 
 def labels(submission: Submission) -> dict[str, str]:
@@ -459,22 +523,40 @@ def labels(submission: Submission) -> dict[str, str]:
 
 
 def jobs(submission: Submission) -> dict[str, Any]:
-    """Return the Jobs of all roles as one List. Raises UsageError for an option that cannot be in one."""
-    items = []
+    """Return the Jobs of all roles as one List, or as one JobSet. Raises UsageError for what cannot be in one."""
+    note, kept = {HOST_NOTE: submission.found.host}, {"ttlSecondsAfterFinished": KEPT_S}
+    made: dict[str, Any] = {}
     for group in submission.groups:
-        name, marks = job_name(submission, group.role), {**labels(submission), ROLE_LABEL: group.role}
+        marks = {**labels(submission), ROLE_LABEL: group.role}
         spec = {
             "completions": group.count,
             "parallelism": 0,
             "completionMode": "Indexed",
             "backoffLimitPerIndex": 0,
             "activeDeadlineSeconds": LEASE_S,
-            "ttlSecondsAfterFinished": KEPT_S,
             "template": {"metadata": {"labels": marks}, "spec": pod_spec(submission, group.role, group.needs)},
         }
-        about = {"name": name, "labels": marks, "annotations": {HOST_NOTE: submission.found.host}}
-        items.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": spec})
+        made[group.role] = {"metadata": {"labels": marks, "annotations": note}, "spec": spec}
+    if submission.found.kind == JOBSETS:
+        network = {"enableDNSHostnames": False}  # else there would be a Service
+        replicated = [{"name": role, "template": job} for role, job in made.items()]
+        about = {"name": base_name(submission.marker), "labels": labels(submission), "annotations": note}
+        spec = {**kept, "network": network, "replicatedJobs": replicated}
+        return {"apiVersion": JOBSET_API, "kind": "JobSet", "metadata": about, "spec": spec}
+    items = [
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": job_name(submission, role), **job["metadata"]},
+            "spec": {**kept, **job["spec"]},
+        }
+        for role, job in made.items()
+    ]
     return {"apiVersion": "v1", "kind": "List", "items": items}
+
+
+def _text(submission: Submission) -> str:
+    return json.dumps(jobs(submission), indent=1) + "\n"
 
 
 def pod_spec(submission: Submission, role: str, needs: Needs) -> dict[str, Any]:
@@ -548,7 +630,7 @@ def run_as(config: Mapping[str, str]) -> dict[str, Any]:
     text = config.get("run_as", "")
     if not text:
         return {}
-    _matched("run_as =", text, r"[1-9]\d{0,8}", "a user id above 0", "correct the configuration file")
+    _matched("run_as =", text, r"[1-9]\d{0,8}", "a user id above 0", CONFIGURED)
     return {"runAsUser": int(text), "runAsGroup": int(text), "fsGroup": int(text), "runAsNonRoot": True}
 
 

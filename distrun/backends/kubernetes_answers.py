@@ -1,9 +1,9 @@
 """Reads the JSON that kubectl prints of a job's objects, and decides how the job stands and why it ended.
 
 A job of distrun is one Indexed Job of Kubernetes for each role (`kubernetes.py`), whose pods are the places: pod 3 of
-the workers' Job is `worker-3`. The fields and reasons are those of the API reference of Kubernetes 1.34 (Job v1 batch,
-Pod v1, Event v1), and of https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ for DisruptionTarget. No side
-effects.
+the workers' Job is `worker-3`. A JobSet that has these Jobs is only listed. The fields and reasons are those of the
+API reference of Kubernetes 1.34 (Job v1 batch, Pod v1, Event v1), and of
+https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ for DisruptionTarget. No side effects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distrun_runtime.contract import facts
 JOB_LABEL, ROLE_LABEL, USER_LABEL = "distrun/job", "distrun/role", "distrun/user"
 """Labels: the job's marker, of all its objects; the role and the user, of a Job and its pods."""
 HOST_NOTE = "distrun/host"
-"""Annotation of a Job: the machine on which it was launched."""
+"""Annotation of a Job or JobSet: the machine on which it was launched."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 """Annotation that the Job controller gives each pod."""
 
@@ -173,11 +173,7 @@ class RoleJob:
 
     name: str
     uid: str
-    namespace: str
-    marker: str
     role: str
-    host: str
-    """Where it was launched."""
     wanted: int
     """How many pods it is to have."""
     failed: Reason
@@ -196,16 +192,35 @@ class RoleJob:
         return RoleJob(
             name=about["name"],
             uid=about["uid"],
-            namespace=about["namespace"],
-            marker=about["labels"][JOB_LABEL],
             role=about["labels"][ROLE_LABEL],
-            host=(about.get("annotations") or {}).get(HOST_NOTE, "?"),
             wanted=value["spec"]["completions"],
             failed=Reason.of(true.get("Failed") or true.get("FailureTarget")),
             failed_place=f"{about['labels'][ROLE_LABEL]}-{failed[0]}" if failed else "",
             is_over="Complete" in true or "Failed" in true,
             is_deleted="deletionTimestamp" in about,
         )
+
+
+class OwnJob(NamedTuple):
+    """A Job or JobSet among those of a user."""
+
+    marker: str
+    namespace: str
+    host: str
+    """Where it was launched."""
+    is_over: bool
+
+
+def listed(text: str) -> list[OwnJob]:
+    """Read `kubectl get jobs --output=json`, or that of JobSets."""
+    found = []
+    for each in json.loads(text)["items"]:
+        about, conditions = each["metadata"], each.get("status", {}).get("conditions") or ()
+        true = {each["type"] for each in conditions if each["status"] == "True"}
+        host = (about.get("annotations") or {}).get(HOST_NOTE, "?")
+        is_over = bool(true & {"Complete", "Completed", "Failed"})
+        found.append(OwnJob(about["labels"][JOB_LABEL], about["namespace"], host, is_over))
+    return found
 
 
 class Objects(NamedTuple):
@@ -224,8 +239,8 @@ class Objects(NamedTuple):
         return Objects(jobs, [Pod.of(each) for each in pods])
 
     def then(self, later: Objects) -> Objects:
-        """Return all objects as they were last seen, also those that have gone since."""
-        jobs = {job.name: job for job in (*self.jobs, *later.jobs)}
+        """Return all objects as they were last seen, also those that have gone since, or were made again."""
+        jobs = {job.uid: job for job in (*self.jobs, *later.jobs)}
         pods = {pod.name: pod for pod in (*self.pods, *later.pods)}
         return Objects(list(jobs.values()), list(pods.values()))
 
@@ -300,8 +315,17 @@ def explanation(found: Objects, seen: Objects, place: str, limit: Explanation = 
             return told
     if any(job.failed.word == DEADLINE for job in seen.jobs):
         return limit
-    if not found.jobs or len(found.jobs) < len(seen.jobs) or any(job.is_deleted for job in found.jobs):
-        return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")
+    left = {job.role: job.failed.word for job in found.jobs if not job.is_deleted}
+    if not left or len(left) < len(seen.jobs):
+        failed = [role for role, word in left.items() if word]
+        if not failed:
+            return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")
+        if place and place.rpartition("-")[0] not in left:  # by the JobSet, because another of its Jobs has failed
+            for first in seen.pods:
+                if first.role in failed and first.phase == "Failed":
+                    why = Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: its pod has failed: {first.ended}")
+                    return (first.explanation() or why)._replace(lost=first.node)
+            return None
     mine = [pod for pod in found.pods if pod.place == place]
     if place and (not mine or mine[0].is_deleted):
         text = "Kubernetes: its pod was deleted by someone else (kubectl delete pod, or a drain of its node)"

@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import backendcontract
 import kubernetes
 import pytest
 from backendcontract import STAY, BackendContract
-from kubernetessite import TEST_S, KubernetesSite, site
+from kubernetessite import TEST_S, KubernetesSite, needed, site
 from lab import ROOT, Done, Running, wait_until
 
-from distrun.backends.kubernetes import KEPT_S, LEASE_S, RIGHTS, SETTLED_S
+from distrun.backends.kubernetes import JOBS, JOBSET_RIGHTS, JOBSETS, KEPT_S, LEASE_S, RIGHTS, SETTLED_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
@@ -56,15 +56,35 @@ class PodSite(KubernetesSite):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[PodSite]:
-    for lab in site(3):
+    for lab in site(3, has_jobsets=not kubernetes.why_not(kubernetes.JOBSET_FILES)):
         lab.__class__ = PodSite
-        rules = [
-            {"apiGroups": ["batch" if what == "jobs" else ""], "resources": [what], "verbs": [verb]}
-            for verb, what in RIGHTS
-        ]
-        lab.cluster.kubectl("patch", "role", "user", "--type=merge", "-p", json.dumps({"rules": rules}))
         assert isinstance(lab, PodSite)
+        allow(lab, RIGHTS)
         yield lab
+
+
+def allow(lab: PodSite, rights: Sequence[tuple[str, str]]) -> None:
+    """Give the user these rights, and no others."""
+    groups = {JOBS: "batch", JOBSETS: "jobset.x-k8s.io"}
+    rules = [
+        {"apiGroups": [groups.get(what, "")], "resources": [what.partition(".")[0]], "verbs": [verb]}
+        for verb, what in rights
+    ]
+    lab.cluster.kubectl("patch", "role", "user", "--type=merge", "-p", json.dumps({"rules": rules}))
+
+
+@pytest.fixture(params=[JOBS, JOBSETS], ids=["jobs", "jobset"])
+def kind(cluster: PodSite, request: pytest.FixtureRequest) -> Iterator[str]:
+    """What a job is in the cluster. Who may not create JobSets gets Jobs."""
+    if request.param == JOBSETS:
+        needed(kubernetes.why_not(kubernetes.JOBSET_FILES))
+        allow(cluster, RIGHTS + JOBSET_RIGHTS)
+    yield request.param
+    allow(cluster, RIGHTS)
+
+
+as_both = pytest.mark.usefixtures("kind")
+"""The test runs with Jobs and with a JobSet."""
 
 
 @pytest.fixture
@@ -84,16 +104,20 @@ def gone_soon(lab: PodSite) -> None:
     wait_until(lambda: not lab.cluster.left(), ORDINARY_S, "nothing is left in Kubernetes")
 
 
+@as_both
 class TestContract(BackendContract):
     @pytest.fixture
     def site(self, lab: PodSite) -> PodSite:
         return lab
 
 
-def test_after_an_ordinary_end_nothing_is_left_within_three_seconds(lab: PodSite) -> None:
-    done = lab.launch("-n", "2", *SERVED, "echo on $DISTRUN_HOST; env | grep -c 'ENROL\\|_POD\\|COMPLETION'; true")
+def test_after_an_ordinary_end_nothing_is_left_within_three_seconds(kind: str, lab: PodSite) -> None:
+    done = lab.launch(
+        "-v", "-n", "2", *SERVED, "echo on $DISTRUN_HOST; env | grep -c 'ENROL\\|_POD\\|COMPLETION'; true"
+    )
     assert done.code == 0, done.err
     gone_soon(lab)
+    assert re.search(rf"submitting to kubernetes as \S+ \({re.escape(kind)}\)", done.err)
     assert done.out.count("| on h") == 2
     assert done.out.count("| 0\n") == 2, "tasks see nothing of the pod's own variables"
     lab.nothing_stays()
@@ -129,6 +153,7 @@ def test_pods_get_no_token_and_the_secret_is_a_secret_that_the_jobs_own(lab: Pod
     lab.nothing_stays()
 
 
+@as_both
 def test_a_job_that_waits_says_why_and_ctrl_c_deletes_it(lab: PodSite) -> None:
     running = lab.begin_launch("-n", "2", "-s", "0", "--worker-cores", "64", "hostname")
     wait_until(lambda: "3 Insufficient cpu" in running.err, 30, "the scheduler's words are told")
@@ -206,6 +231,7 @@ def test_a_job_that_waits_ends_when_one_of_its_pods_is_deleted(lab: PodSite) -> 
     lab.nothing_stays()
 
 
+@as_both
 def test_a_job_whose_store_is_lost_is_found_by_its_labels(lab: PodSite) -> None:
     assert lab.launch("--detach", *SHORT, "-n", "2", "-s", "0", "--worker-cores", "64", "true").code == 0
     wait_until(lambda: lab.cluster.get("jobs"), 30, "the job is there")
@@ -219,19 +245,25 @@ def test_a_job_whose_store_is_lost_is_found_by_its_labels(lab: PodSite) -> None:
     lab.nothing_stays()
 
 
-def test_a_killed_launcher_leaves_nothing(lab: PodSite) -> None:
+def test_a_killed_launcher_leaves_nothing(kind: str, lab: PodSite) -> None:
     running = lab.begin_launch(*FRAIL, "-n", "2", "-s", "0", STAY)
     up(running, 2)
     coordinator = running.coordinator()
     running.signal(signal.SIGKILL)
     os.kill(coordinator, signal.SIGKILL)
     wait_until(lambda: not lab.leftovers(), 30, "the agents have ended")
-    # The Jobs have ended by themselves; Kubernetes keeps them for a time that is written in them.
-    wait_until(lambda: all(job["status"].get("conditions") for job in lab.cluster.get("jobs")), 30, "the Jobs ended")
-    assert [job["spec"]["ttlSecondsAfterFinished"] for job in lab.cluster.get("jobs")] == [KEPT_S]
+    # They have ended by themselves; Kubernetes keeps them for a time that is written in them.
+    ends = {"Complete", "Completed", "Failed"}
+
+    def have_ended() -> bool:
+        told = [job["status"].get("conditions", ()) for job in lab.cluster.get(kind)]
+        return all(ends & {each["type"] for each in conditions} for conditions in told)
+
+    wait_until(have_ended, 30, "it has ended")
+    assert [job["spec"]["ttlSecondsAfterFinished"] for job in lab.cluster.get(kind)] == [KEPT_S]
 
 
-def test_a_job_that_waits_goes_when_its_launcher_is_killed_and_the_lease_is_over(lab: PodSite) -> None:
+def test_a_job_that_waits_goes_when_its_launcher_is_killed_and_the_lease_is_over(kind: str, lab: PodSite) -> None:
     running = lab.begin_launch("-n", "2", "-s", "0", "--worker-cores", "64", "true")
     wait_until(lambda: "Insufficient" in running.err, 30, "it waits")
     [job] = lab.cluster.get("jobs")
@@ -240,8 +272,11 @@ def test_a_job_that_waits_goes_when_its_launcher_is_killed_and_the_lease_is_over
     running.signal(signal.SIGKILL)
     os.kill(coordinator, signal.SIGKILL)
     # The five minutes are made shorter, and so is the time that Kubernetes keeps what has ended.
-    patch = json.dumps({"spec": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 1}})
-    lab.cluster.kubectl("patch", "job", job["metadata"]["name"], "--type=merge", "-p", patch)
+    for what, name, spec in [
+        (JOBS, job["metadata"]["name"], {"activeDeadlineSeconds": 1}),
+        (kind, lab.cluster.get(kind)[0]["metadata"]["name"], {"ttlSecondsAfterFinished": 1}),
+    ]:
+        lab.cluster.kubectl("patch", what, name, "--type=merge", "-p", json.dumps({"spec": spec}))
     wait_until(lambda: not lab.cluster.left(), 30, "nothing is left in Kubernetes")
 
 
@@ -272,19 +307,27 @@ def test_a_killed_client_is_noticed_by_the_coordinator_which_ends_the_job(lab: P
     lab.nothing_stays()
 
 
-def test_a_job_that_someone_else_deletes_is_told(lab: PodSite) -> None:
+who_deletes = pytest.mark.parametrize(
+    ("kind", "deleted"), [(JOBS, JOBS), (JOBSETS, JOBSETS), (JOBSETS, JOBS)], indirect=["kind"]
+)
+"""What someone else deletes. A JobSet makes its Jobs again, without pods."""
+
+
+@who_deletes
+def test_a_job_that_someone_else_deletes_is_told(kind: str, deleted: str, lab: PodSite) -> None:
     running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY)
     up(running, 2)
-    lab.cluster.kubectl("delete", "jobs", "--all", "--wait=false")
+    lab.cluster.kubectl("delete", deleted, "--all", "--wait=false")
     assert running.wait() == 143, running.err
     assert "Kubernetes: the Job was deleted by someone else" in running.err
     lab.nothing_stays()
 
 
-def test_a_waiting_job_that_someone_else_deletes_is_told(lab: PodSite) -> None:
+@who_deletes
+def test_a_waiting_job_that_someone_else_deletes_is_told(kind: str, deleted: str, lab: PodSite) -> None:
     running = lab.begin_launch(*SHORT, "-n", "1", "-s", "0", "--worker-cores", "64", STAY)
     wait_until(lambda: "Insufficient" in running.err, 30, "it waits")
-    lab.cluster.kubectl("delete", "jobs", "--all", "--wait=false")
+    lab.cluster.kubectl("delete", deleted, "--all", "--wait=false")
     assert running.wait() == 143, running.err
     assert "deleted by someone else" in running.err
     lab.nothing_stays()
@@ -343,14 +386,21 @@ def test_a_volume_that_is_not_there_is_told_while_the_job_waits(lab: PodSite) ->
     lab.nothing_stays()
 
 
-def test_jobs_whose_launcher_was_killed_while_it_created_them_go_by_themselves(lab: PodSite) -> None:
-    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes" / "plain.golden"
-    jobs = json.loads(golden.read_text().partition("$ kubectl")[0])
-    for job in jobs["items"]:
+def test_a_job_whose_launcher_was_killed_while_it_created_that_goes_by_itself(kind: str, lab: PodSite) -> None:
+    golden = (
+        ROOT / "tests" / "distrun" / "backends" / "kubernetes" / f"{'jobset' if kind == JOBSETS else 'plain'}.golden"
+    )
+    made = json.loads(golden.read_text().partition("$ kubectl")[0])
+    made = [made] if kind == JOBSETS else made["items"]
+    jobs = [each["template"] for each in made[0]["spec"]["replicatedJobs"]] if kind == JOBSETS else made
+    # Both times are minutes, and made shorter here.
+    for job in jobs:
         assert job["spec"]["parallelism"] == 0
-        # Both times are minutes, and made shorter here.
-        job["spec"].update(activeDeadlineSeconds=1, ttlSecondsAfterFinished=1)
-    lab.cluster.create(*jobs["items"])
+        job["spec"]["activeDeadlineSeconds"] = 1
+    for each in made:
+        each["spec"]["ttlSecondsAfterFinished"] = 1
+    lab.cluster.create(*made)
+    wait_until(lambda: len(lab.cluster.get(JOBS)) == 2, 30, "the Jobs are there")
     wait_until(lambda: not lab.cluster.left(), 30, "nothing is left in Kubernetes")
 
 
@@ -360,6 +410,17 @@ def test_out_of_memory_is_explained(lab: PodSite) -> None:
     assert done.code == 137, done.err
     assert "Kubernetes: out of memory (OOMKilled); raise --worker-memory" in done.err
     assert re.search(r"h\d", done.err.splitlines()[-1])
+    lab.nothing_stays()
+
+
+@as_both
+def test_the_only_pod_of_a_role_is_the_cause_though_a_jobset_then_ends_those_of_the_other_role(lab: PodSite) -> None:
+    greedy = "echo up; exec python3 -c 'b = bytearray(600 << 20); input()'"
+    done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "1", *SERVED, greedy)
+    assert done.code == 137, done.err
+    assert "Kubernetes: out of memory (OOMKilled); raise --worker-memory" in done.err
+    [host] = re.findall(r"^worker-0@(\S+) \| up", done.out, re.MULTILINE)
+    assert host in done.err.splitlines()[-1]
     lab.nothing_stays()
 
 
@@ -415,6 +476,7 @@ def test_a_lost_node_is_named(lab: PodSite) -> None:
     wait_until(lambda: not lab.cluster.left(), 60, "nothing is left in Kubernetes")
 
 
+@as_both
 def test_the_time_limit_is_explained(lab: PodSite) -> None:
     running = lab.begin_launch(*SHORT, "--time", "15s", "-n", "2", "-s", "0", "echo up; exec sleep 200")
     up(running, 2)
@@ -461,10 +523,38 @@ def test_the_digits_train_without_a_shared_folder_and_with_roles_of_different_ne
     lab.nothing_stays()
 
 
-def test_doctor_says_what_is_there_and_which_right_is_missing(lab: PodSite) -> None:
+@pytest.mark.parametrize("kind", [JOBSETS], indirect=True)
+def test_where_jobsets_controller_does_not_run_a_job_is_not_left_waiting_for_it(kind: str, lab: PodSite) -> None:
+    for each in lab.processes():
+        if each.name == kubernetes.JOBSET:
+            os.kill(each.pid, signal.SIGKILL)
+    words = ("-v", "-n", "1", "-s", "0", "true")
+    try:
+        done = lab.launch(*words)
+        assert done.code == 0, done.err
+        assert "(jobs)" in done.err, "a JobSet is not taken without an answer of its webhook"
+        hooks = "mutatingwebhookconfiguration,validatingwebhookconfiguration"
+        lab.cluster.kubectl("delete", hooks, kubernetes.JOBSET)
+        done = lab.launch(*words)
+        assert done.code == 5, done.err
+        assert f"({kind})" in done.err
+        assert "nothing has made the Jobs of this one within 20 s" in done.err
+        assert "jobset = no in [kubernetes]" in done.err
+        lab.nothing_stays()
+        done = lab.launch(*words, env=configured(lab, "jobset = no"))
+        assert done.code == 0, done.err
+        assert "(jobs)" in done.err
+    finally:
+        lab.cluster.begin(kubernetes.JOBSET)
+        lab.cluster.add_webhooks()
+    lab.nothing_stays()
+
+
+def test_doctor_says_what_is_there_and_which_right_is_missing(kind: str, lab: PodSite) -> None:
     done = lab.distrun("doctor", "--launcher", "kubernetes")
     assert done.code == 0, done.out
     assert f"namespace {kubernetes.NAMESPACE}" in done.out
+    assert f"JobSets are {'used' if kind == JOBSETS else 'not used: '}" in done.out
     missing = lab.distrun("doctor", "--launcher", "kubernetes", "--namespace", "default")
     assert missing.code == 3
     assert "this user may not: create jobs" in missing.out
@@ -505,11 +595,17 @@ def test_a_pod_without_python_is_told_at_once(lab: PodSite) -> None:
     lab.nothing_stays()
 
 
-def test_the_api_server_accepts_all_that_options_can_make(lab: PodSite) -> None:
-    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes" / "all.golden"
-    jobs = golden.read_text().partition("$ kubectl")[0]
-    told = lab.cluster.kubectl("create", "--dry-run=server", "--filename=-", text=jobs)
-    assert told.count("created (server dry run)") == 2
+def test_the_api_server_accepts_all_that_options_can_make(kind: str, lab: PodSite) -> None:
+    golden = ROOT / "tests" / "distrun" / "backends" / "kubernetes"
+    made, jobset = (
+        json.loads((golden / f"{name}.golden").read_text().partition("$ kubectl")[0]) for name in ("all", "jobset")
+    )
+    if kind == JOBSETS:
+        for replicated, job in zip(jobset["spec"]["replicatedJobs"], made["items"], strict=True):
+            replicated["template"]["spec"]["template"] = job["spec"]["template"]
+        made = jobset
+    told = lab.cluster.kubectl("create", "--dry-run=server", "--filename=-", text=json.dumps(made))
+    assert told.count("created (server dry run)") == (1 if kind == JOBSETS else 2)
 
 
 def configured(lab: PodSite, line: str) -> dict[str, str]:

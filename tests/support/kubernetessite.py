@@ -62,7 +62,9 @@ def needed(why: str) -> None:
         pytest.skip(why)
 
 
-def site(count: int, share: list[Path] | None = None) -> Generator[KubernetesSite, None, None]:
+def site(
+    count: int, share: list[Path] | None = None, *, has_jobsets: bool = False
+) -> Generator[KubernetesSite, None, None]:
     """Bring up a lab with a cluster, and down again."""
     needed(kubernetes.why_not())
     try:
@@ -71,7 +73,7 @@ def site(count: int, share: list[Path] | None = None) -> Generator[KubernetesSit
         needed(str(why))
         raise
     try:
-        lab.cluster = kubernetes.Kubernetes(lab)
+        lab.cluster = kubernetes.Kubernetes(lab, has_jobsets=has_jobsets)
         lab.cluster.up()
         yield lab
     finally:

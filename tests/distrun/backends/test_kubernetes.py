@@ -34,6 +34,8 @@ from distrun.backends.engine import (
     examined,
 )
 from distrun.backends.kubernetes import (
+    JOBS,
+    JOBSETS,
     LEASE_S,
     NAME_LENGTH,
     SETTLED_S,
@@ -63,7 +65,7 @@ def options(worker: Needs = Needs(), server: Needs = Needs(), **more: Any) -> En
     return EngineOptions(worker=worker, server=server, own={"image": "python:3.12", **own}, **rest)
 
 
-def submission(asked: EngineOptions, marker: str = MARKER) -> Submission:
+def submission(asked: EngineOptions, marker: str = MARKER, kind: str = JOBS) -> Submission:
     return Submission(
         job=JOB,
         marker=marker,
@@ -73,7 +75,7 @@ def submission(asked: EngineOptions, marker: str = MARKER) -> Submission:
         folder=Path("/users/ann/jobs/engine"),
         cwd="/users/ann/work",
         secret="5ec4e7",
-        found=KubernetesPreparation(context="gpu-cluster", user="0123456789abcdef", host="head"),
+        found=KubernetesPreparation(kind=kind, context="gpu-cluster", user="0123456789abcdef", host="head"),
     )
 
 
@@ -122,6 +124,16 @@ def test_the_jobs_and_the_commands_are_these(name: str, asked: EngineOptions) ->
     assert rendered(submission(asked)) == (HERE / f"{name}.golden").read_text()
 
 
+def test_a_jobset_has_the_same_jobs_and_they_get_their_pods_the_same_way() -> None:
+    shown = rendered(submission(options(), kind=JOBSETS))
+    assert shown == (HERE / "jobset.golden").read_text()
+    jobset = json.loads(shown.partition("$ kubectl")[0])
+    jobs = json.loads((HERE / "plain.golden").read_text().partition("$ kubectl")[0])["items"]
+    for replicated, job in zip(jobset["spec"]["replicatedJobs"], jobs, strict=True):
+        del job["metadata"]["name"], job["spec"]["ttlSecondsAfterFinished"], job["apiVersion"], job["kind"]
+        assert replicated["template"] == job
+
+
 def test_the_secret_is_owned_by_the_jobs_and_in_no_file_and_no_command() -> None:
     asked = submission(options())
     assert "5ec4e7" not in rendered(asked)
@@ -135,7 +147,7 @@ def test_the_secret_is_owned_by_the_jobs_and_in_no_file_and_no_command() -> None
 @pytest.mark.parametrize("marker", [MARKER, "distrun-" + "a" * 30 + "-0123456789abcdef", "distrun-a-" + "b" * 46])
 def test_host_names_of_pods_have_at_most_63_characters_and_the_marker_s_nonce(marker: str) -> None:
     name = base_name(marker)
-    assert len(f"{name}-worker-65535") <= 63
+    assert len(f"{name}-worker-0-65535-abcde") <= 63
     assert len(name) <= NAME_LENGTH
     assert name.startswith("distrun-")
     assert name[-16:] == marker[-16:]
@@ -157,6 +169,7 @@ def test_host_names_of_pods_have_at_most_63_characters_and_the_marker_s_nonce(ma
         (options(toleration=("a=b:Never",)), "--toleration: expected KEY[=VALUE][:EFFECT]"),
         (options(gpu_resource="gpu"), "--gpu-resource: expected a resource's name such as nvidia.com/gpu"),
         (options(config={"run_as": "root"}), "run_as =: expected a user id above 0; found 'root'"),
+        (options(config={"jobset": "never"}), "jobset =: expected yes or no; found 'never'"),
         (options(args=("--priority",)), "--engine-arg --priority: expected JSON"),
         (options(args=("[]",)), "--engine-arg []: expected a JSON object"),
         (options()._replace(queue="gpu"), "--queue has no meaning here: Kubernetes has no such queues"),
@@ -232,7 +245,92 @@ def test_context_and_namespace_are_known_before_the_job_is_submitted(
     kubectl(tmp_path, monkeypatch, VIEW)
     asked = submission(options(config=TELLS))
     asked = dataclasses.replace(asked, found=Kubernetes().prepare(asked))
-    assert Kubernetes().handle(asked) == Handle("kubernetes", MARKER, {"context": "gpu", "namespace": "team"})
+    more = {"context": "gpu", "namespace": "team", "kind": "jobs"}
+    assert Kubernetes().handle(asked) == Handle("kubernetes", MARKER, more)
+
+
+FORBIDDEN = 'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "ann" cannot create resource'
+NO_KIND = "error: resource mapping not found: no matches for kind JobSet in version jobset.x-k8s.io/v1alpha2"
+
+
+@pytest.mark.parametrize(
+    ("answer", "config", "kind"),
+    [
+        ("cat >~/taken", {}, JOBSETS),
+        ("cat >~/taken", {"jobset": "no"}, JOBS),
+        (f"echo '{FORBIDDEN}' >&2; exit 1", {}, JOBS),
+        (f"echo '{NO_KIND}' >&2; exit 1", {}, JOBS),
+    ],
+    ids=["it is taken", "the user does not want one", "the user may not", "the cluster has none"],
+)
+def test_a_job_is_a_jobset_if_the_cluster_takes_it_as_one(
+    answer: str, config: dict[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n*'--context=gpu --namespace=team create --dry-run=server'*) {answer} ;;")
+    asked = submission(options(config={**TELLS, **config}))
+    assert Kubernetes().prepare(asked).kind == kind
+    if kind == JOBSETS:
+        shown = json.loads((tmp_path / "taken").read_text())
+        assert (shown["kind"], shown["metadata"]["name"]) == ("JobSet", MARKER)
+    assert (tmp_path / "taken").exists() == (kind == JOBSETS)
+
+
+def test_doctor_says_whether_jobsets_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = """*version*) echo '{"major": "1", "minor": "34", "gitVersion": "v1.34.4"}' ;;"""
+    engine = Kubernetes()
+    engine.options = options(config=TELLS)
+    served = "*'get --raw=/apis/jobset.x-k8s.io/v1alpha2') ;;"
+    refused = "jobsets.jobset.x-k8s.io') echo no; exit 1 ;;"
+    for answer, told, is_ok in [
+        (served, "used", True),
+        ("*--raw=/apis*) echo 'Error: not found' >&2; exit 1 ;;", "not used: kubectl says: Error: not found", True),
+        (f"{served}\n*'create {refused}", "not used: this user may not create them", True),
+        (f"{served}\n*'delete {refused}", "used, but this user may not delete them", False),
+    ]:
+        kubectl(tmp_path, monkeypatch, f"{version}\n{VIEW}\n{answer}\n*can-i*) echo yes ;;")
+        [line] = [each for each in examined(engine) if each.text.startswith("JobSets are ")]
+        assert (line.text, line.ok) == (f"JobSets are {told}", is_ok)
+    engine.options = options(config={**TELLS, "jobset": "no"})
+    assert "JobSets are not used: jobset = no" in [each.text for each in examined(engine)]
+
+
+def listed(kind: str, marker: str, conditions: str) -> str:
+    """What kubectl prints of one Job or JobSet."""
+    about = {"labels": {answers.JOB_LABEL: marker}, "namespace": "team", "annotations": {answers.HOST_NOTE: "head"}}
+    status = {"conditions": [{"type": conditions, "status": "True"}]}
+    return json.dumps({"items": [{"kind": kind, "metadata": about, "status": status}]})
+
+
+@pytest.mark.parametrize(
+    ("jobsets", "found"),
+    [
+        (f"echo '{listed('JobSet', 'distrun-a', 'Completed')}'", [(JOBSETS, "distrun-a", "ended, launched on head")]),
+        (
+            f"echo '{listed('JobSet', 'distrun-b', 'Suspended')}'",
+            [(JOBSETS, "distrun-b", "there, launched on head"), (JOBS, "distrun-a", "there, launched on head")],
+        ),
+        ("echo 'error: no resource type' >&2; exit 1", [(JOBS, "distrun-a", "there, launched on head")]),
+    ],
+    ids=["the Jobs are those of a JobSet", "a JobSet has no Jobs as yet", "the cluster has no JobSets"],
+)
+def test_a_job_whose_store_is_lost_is_found_as_what_is_to_be_deleted(
+    jobsets: str, found: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = f"*'get jobs '*) echo '{listed('Job', 'distrun-a', 'Suspended')}' ;;"
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n*'get jobsets'*) {jobsets} ;;\n{jobs}")
+    engine = Kubernetes()
+    engine.options = options(config=TELLS)
+    assert [(each.handle.more["kind"], each.marker, each.state) for each in engine.find()] == found
+
+
+def test_jobsets_that_are_not_told_just_now_are_not_taken_for_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n*'get jobsets'*) echo 'error: timeout' >&2; exit 1 ;;")
+    engine = Kubernetes()
+    engine.options = options(config=TELLS)
+    with pytest.raises(EngineError, match="timeout"):
+        engine.find()
 
 
 def test_a_user_whose_name_the_cluster_does_not_tell_just_now_gets_no_other_label(
@@ -496,6 +594,28 @@ def test_a_job_that_waits_ends_when_one_of_its_jobs_is_deleted() -> None:
     assert answers.standing(left, seen) == QueueStatus(ENDED, DELETED.text, why=DELETED)
 
 
+def test_jobs_that_a_jobset_has_ended_end_for_the_reason_of_the_one_that_failed() -> None:
+    seen = objects("oom")
+    [pod] = [pod for pod in seen.pods if pod.explanation()]
+    why = pod.explanation()
+    assert why is not None
+    failed = Reason("FailedIndexes", "")
+    worker = dataclasses.replace(seen.jobs[0], failed=failed, is_over=True)
+    server = dataclasses.replace(worker, name="server", role="server", failed=Reason(), is_over=False)
+    going = dataclasses.replace(server, is_deleted=True)
+    for left in ([worker], [worker, going]):
+        found = seen._replace(jobs=left)
+        seen_all = seen._replace(jobs=[worker, server])
+        assert answers.explanation(found, seen_all, "server-0") == why._replace(lost=pod.node)
+        assert answers.explanation(found, seen_all, "worker-9") != why
+        killed = dataclasses.replace(pod, ended=Reason("Error", ""), code=137)
+        told = answers.explanation(found, seen_all._replace(pods=[killed]), "server-0")
+        assert told == Explanation(7, "Kubernetes: its pod has failed: Error", pod.node)
+        assert answers.explanation(found, seen_all._replace(pods=[]), "server-0") is None
+        assert answers.explanation(found, seen_all._replace(pods=[]), "") is None
+    assert answers.explanation(seen._replace(jobs=[server]), seen_all, "server-0") == DELETED
+
+
 def failed_index(found: Objects, index: int) -> Objects:
     """The objects when the pod of a worker has failed or has gone, as its Job then says."""
     jobs = [
@@ -579,6 +699,8 @@ class Recorded(Kubernetes):
         self.fails: set[str] = set()
         self.goes_with = "pods"
         """What is deleted when all has gone."""
+        self.jobset = ""
+        """What kubectl prints of JobSets."""
         self.node = json.dumps({"status": {"conditions": []}})
         monkeypatch.setattr(engines, "clock", lambda: self.now)
         monkeypatch.setattr(engines, "tries", lambda _: range(3))
@@ -591,6 +713,8 @@ class Recorded(Kubernetes):
             raise EngineError(f"kubectl says: {words[1]} is forbidden")
         if words[:2] == ("delete", self.goes_with):
             self.found["items"] = []
+        if words[:2] == ("get", JOBSETS):
+            return self.jobset
         if words[:2] == ("get", "node"):
             return self.node
         return '{"items": []}' if words[1] == "events" else json.dumps(self.found)
@@ -608,7 +732,7 @@ class Recorded(Kubernetes):
         return sum(each.startswith(words) for each in self.asked)
 
 
-HANDLE = Handle("kubernetes", MARKER, {"context": "", "namespace": "team"})
+HANDLE = Handle("kubernetes", MARKER, {"context": "", "namespace": "team", "kind": JOBS})
 
 
 @pytest.mark.parametrize("fails", [set(), {"events"}], ids=["events", "no right to list events"])
@@ -684,6 +808,32 @@ def test_a_question_that_fails_after_the_jobs_were_deleted_is_no_failure_of_that
     engine.cancel(HANDLE)
     assert engine.counts("delete jobs") == 1
     assert engine.counts("get jobs,pods") == 3
+
+
+def test_a_jobset_is_deleted_and_not_its_jobs_and_has_gone_when_nothing_of_it_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Recorded(monkeypatch, "running")
+    engine.goes_with = JOBSETS
+    handle = HANDLE._replace(more={**HANDLE.more, "kind": JOBSETS})
+    engine.jobset = "jobset/x"
+    assert not engine.is_gone(handle)
+    engine.cancel(handle)
+    assert engine.counts(f"delete {JOBSETS}") == 1
+    assert not engine.counts("delete jobs ")
+    assert not engine.is_gone(handle), "the JobSet is left"
+    engine.jobset = ""
+    assert engine.is_gone(handle)
+
+
+def test_a_jobset_that_gets_no_jobs_is_deleted_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "running")
+    engine.found["items"] = []
+    with pytest.raises(EngineError, match="nothing has made the Jobs of this one within 20 s") as found:
+        engine.submit(submission(options(), kind=JOBSETS), Script(commands=(("create",), ("secret",), ("patch",))))
+    assert "jobset = no in [kubernetes]" in found.value.hint
+    assert engine.asked.count("secret") == engine.asked.count("patch") == 0
+    assert engine.counts(f"delete {JOBSETS}") == 1
 
 
 def test_pods_of_a_lost_node_are_removed_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import (
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllers "k8s.io/kubernetes/cmd/kube-controller-manager/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
+	ctrl "sigs.k8s.io/controller-runtime"
 )
 
 func main() {
@@ -30,6 +31,11 @@ func main() {
 		os.Exit(cli.Run(scheduler.NewSchedulerCommand()))
 	case "kubectl":
 		if err := cli.RunNoErrOutput(cmd.NewDefaultKubectlCommand()); err != nil {
+			os.Exit(1)
+		}
+	case "jobset":
+		if err := runJobSet(ctrl.SetupSignalHandler()); err != nil {
+			fmt.Fprintln(os.Stderr, "jobset:", err)
 			os.Exit(1)
 		}
 	default:
