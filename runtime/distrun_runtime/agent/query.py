@@ -1,6 +1,6 @@
-"""Answers what an agent is asked before, or instead of, a job: one JSON-able value for each question.
+"""Answers what an agent is asked before, or instead of, a job: a JSON-able value for each question, or a stream.
 
-An answer may block the agent, up to a deadline of its own.
+An answer may block the agent, up to a deadline of its own. A stream (`JobStream`) does not: the agent's loop goes on.
 
 `listen`, `connect` and `close` tell whether a host can be reached on its data ports: one host listens, others send a
 nonce, and the first says which came. Nothing has to run meanwhile: the system completes connections and keeps what was
@@ -12,21 +12,33 @@ from __future__ import annotations
 import binascii
 import contextlib
 import errno
+import functools
 import os
 import selectors
 import socket
 import time
-from typing import Any, Callable, Dict, List, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from distrun_runtime.agent import stopping
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.agent_messages import Answered, AnswerPiece
 from distrun_runtime.errors import ContractError
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.channel import Channel
 
 BACKLOG = 256
 NONCE_LIMIT = 64
 """Bytes."""
 READ_S = 1.0
 """How long `close` waits for the nonce of an accepted connection."""
+STREAM = "jobs"
+"""The question that `JobStream` answers."""
+PIECE_BYTES = 128 * 1024
+WINDOW = 4 * 1024 * 1024
+"""Bytes of a stream that may be sent before the first ones are taken."""
+CONNECT_S = 1.0
+"""How long a control socket may take to let us in."""
 
 _listening: List[socket.socket] = []
 
@@ -172,3 +184,136 @@ def _send_nonce(opened: Any, nonce: str) -> str:
         code = err.errno
     opened.close()
     return os.strerror(code) if code else ""
+
+
+_Piece = Tuple[str, str, bytes, int, float]
+"""The members of an `AnswerPiece`: job, name, data, left and age_s."""
+
+
+class JobStream:
+    """What this host knows of jobs: their files, then what their control sockets send until these end.
+
+    No more is read than there is room for, so that coordinators see that a client is slow.
+
+    Args:
+        channel: takes the pieces, and the answer at the end.
+        number: of the question.
+        selector: of the agent's loop, which calls `proceed` before it waits.
+        args: `jobs`: of each its id, its folder (empty: no files) and the path of its control socket (empty: all files
+            of a job that is over are wanted, else its state); `tail`: so many bytes from the end of events.jsonl are
+            wanted, too; `asked`: sent to each control socket, hex.
+    """
+
+    def __init__(
+        self, channel: Channel, number: int, selector: selectors.BaseSelector, args: Mapping[str, Any]
+    ) -> None:
+        self._channel = channel
+        self._number = number
+        self._selector = selector
+        self._room = WINDOW
+        self._peers: Dict[str, socket.socket] = {}
+        self._pieces = self._read(args["jobs"], int(args.get("tail", 0)), bytes.fromhex(args.get("asked", "")))
+
+    def proceed(self) -> bool:
+        """Say what there is room for; return whether more may come, else the answer was said."""
+        error = ""
+        try:
+            while self._room > 0:
+                piece = next(self._pieces, None)
+                if piece is None:
+                    break
+                self._tell(*piece)
+        except (ContractError, OSError) as err:
+            error = str(err)
+            self.close()
+        for job, peer in self._peers.items():
+            is_watched = peer in self._selector.get_map()
+            if self._room > 0 and not is_watched:
+                self._selector.register(peer, selectors.EVENT_READ, functools.partial(self._hear, job))
+            elif self._room <= 0 and is_watched:
+                self._selector.unregister(peer)
+        if not error and (self._peers or self._room <= 0):
+            return True
+        self._channel.say(Answered, id=self._number, error=error)
+        return False
+
+    def take(self, taken: int, job: str, data: bytes) -> None:
+        """Note that so many bytes were taken, and pass `data` on to a control socket."""
+        self._room += taken
+        peer = self._peers.get(job)
+        if data and peer is not None:
+            with contextlib.suppress(OSError):  # it reads no more; its last words may still be on their way
+                peer.sendall(data)
+
+    def close(self) -> None:
+        """Let go of all control sockets."""
+        for job in list(self._peers):
+            self._drop(job)
+
+    def _read(self, jobs: Sequence[Tuple[str, str, str]], tail: int, asked: bytes) -> Iterator[_Piece]:
+        """Yield the files, then connect to the control sockets."""
+        for job, folder, path in jobs:
+            yield from _files(job, folder, not path, tail)
+        for job, _, path in jobs:
+            if path:
+                self._peers[job] = peer = socket.socket(socket.AF_UNIX)
+                peer.settimeout(CONNECT_S)
+                try:
+                    peer.connect(path)
+                    peer.sendall(asked)
+                    peer.setblocking(False)
+                except OSError:
+                    self._drop(job)
+                    yield job, "", b"", 0, 0.0
+
+    def _hear(self, job: str) -> None:
+        try:
+            data = self._peers[job].recv(PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._tell(job, "frames" if data else "", data)
+        if not data:
+            self._drop(job)
+
+    def _drop(self, job: str) -> None:
+        peer = self._peers.pop(job)
+        if peer in self._selector.get_map():
+            self._selector.unregister(peer)
+        peer.close()
+
+    def _tell(self, job: str, name: str, data: bytes, left: int = 0, age_s: float = 0.0) -> None:
+        self._channel.say(AnswerPiece, id=self._number, job=job, name=name, data=data, left=left, age_s=age_s)
+        self._room -= len(data)
+
+
+def _files(job: str, folder: str, is_all: bool, tail: int) -> Iterator[_Piece]:
+    """Yield the files of a job in pieces.
+
+    Raises:
+        ContractError: a file has become shorter.
+        OSError: one cannot be read on.
+    """
+    names = {"events.jsonl": tail, "state.json": 0} if tail else {"state.json": 0}
+    if folder and is_all and os.path.exists(os.path.join(folder, "outcome.json")):
+        logs = ["logs/" + name for name in os.listdir(os.path.join(folder, "logs"))]
+        every = ("events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log", *logs, "outcome.json")
+        names.update(dict.fromkeys(every, 0))
+    for name, most in names.items() if folder else ():
+        try:
+            file = open(os.path.join(folder, name), "rb")  # noqa: SIM115 - closed below
+        except OSError:
+            continue
+        with file:
+            found = os.fstat(file.fileno())
+            left = min(found.st_size, most or found.st_size)
+            file.seek(found.st_size - left)
+            while True:
+                data = file.read(min(left, PIECE_BYTES))
+                if left and not data:
+                    raise ContractError(f"{name} became shorter while it was read")
+                left -= len(data)
+                yield job, name, data, left, max(0.0, time.time() - found.st_mtime)
+                if not left:
+                    break
