@@ -221,10 +221,11 @@ def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf) -> Iterato
     Raises:
         NotAsked: it did not come whole, or has more than `most` bytes.
     """
-    if len(first.data) + first.left > most:
-        raise NotAsked(f"it sent a file of {len(first.data) + first.left} bytes: {first.name!r}")
     found: object = first
     while isinstance(found, AnswerPiece):
+        most -= len(found.data)
+        if found.left > most:
+            raise NotAsked(f"it sent a file that is too large: {first.name!r}, {len(first.data) + first.left} bytes")
         yield found.data
         if found.left <= 0:
             return
