@@ -794,8 +794,8 @@ def _ask_there(jobs: Mapping[str, _JobQuery], until: float) -> None:
 
     first, limit_s = next(iter(jobs.values())), until - time.monotonic()
     about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
-    tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-    args = {"jobs": about, "tail": tail, "asked": asked().hex()}
+    events = [("events.jsonl", EVENTS_SIZE)] if any(each.with_events for each in jobs.values()) else []
+    args = {"jobs": about, "files": [*events, ("state.json", 0)], "asked": asked().hex()}
     left = set(jobs)
     try:
         fleet, found = remote_jobs.ask(first.folder, first.where, args, False, limit_s)

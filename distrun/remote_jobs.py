@@ -35,6 +35,8 @@ ANSWER_S = 30.0
 many, is asked again meanwhile."""
 REMOVE_S = 60.0
 """How long the removal of a job's folder on a host may take."""
+EVERY = ("state.json", "events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log", "logs/*", "outcome.json")
+"""What is fetched when a job is over, the outcome last: then it is finished here, too."""
 _NAME = re.compile(
     r"(state|outcome)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
 )
@@ -79,10 +81,14 @@ def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> None:
         NotAsked: it has none, or they did not all come.
         OSError: one cannot be written.
     """
-    fleet, found = ask(folder, where, {"jobs": [[folder.id, where["folder"], ""]]}, may_ask, ANSWER_S)
+    args = {"jobs": [[folder.id, where["folder"], ""]], "files": [("outcome.json", 1), ("state.json", 0)], "asked": ""}
+    fleet, found = ask(folder, where, args, may_ask, ANSWER_S)
     with contextlib.closing(fleet):
         if not isinstance(found, AnswerPiece):
             raise NotAsked(why(found, ANSWER_S))
+        if found.name == "outcome.json":
+            fleet.begin("jobs", {**args, "files": [(name, 0) for name in EVERY]})
+            found = fleet.next()
         while isinstance(found, AnswerPiece):
             save(folder, found.name, found.age_s, content(fleet, found))
             found = fleet.next()
@@ -98,7 +104,7 @@ def ask(
     Args:
         folder: the job's.
         where: where its coordinator is.
-        args: of `JobStream`.
+        args: of the tool `jobs`, as docs/protocol.md says.
         may_ask: the user may be asked for a password.
         limit_s: how long the first answer may take.
     """
@@ -177,7 +183,7 @@ class RemoteSocket:
         """
         del size
         if self._fleet is None:
-            args = {"jobs": [[self._folder.id, "", self._where["path"]]], "asked": self._first.hex()}
+            args = {"jobs": [[self._folder.id, "", self._where["path"]]], "files": [], "asked": self._first.hex()}
             self._fleet, found = ask(self._folder, self._where, args, self._may_ask, self._limit_s)
         else:
             found = self._fleet.next(self._limit_s)
@@ -222,7 +228,7 @@ def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf) -> Iterato
         NotAsked: it did not come whole, or has more than `most` bytes.
     """
     found: object = first
-    while isinstance(found, AnswerPiece):
+    while isinstance(found, AnswerPiece) and found.name == first.name:
         most -= len(found.data)
         if found.left > most:
             raise NotAsked(f"it sent a file that is too large: {first.name!r}, {len(first.data) + first.left} bytes")
@@ -230,7 +236,7 @@ def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf) -> Iterato
         if found.left <= 0:
             return
         found = fleet.next()
-    raise NotAsked(f"the connection ended within {first.name}: {found.text if isinstance(found, Problem) else found}")
+    raise NotAsked(f"{first.name} did not come whole: {getattr(found, 'text', 'it could not be read to its end')}")
 
 
 def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> None:
@@ -248,7 +254,7 @@ def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) ->
         with open(fresh, "wb") as file:
             for data in pieces:
                 file.write(data)
-        when = time.time() - age_s
+        when = time.time() - max(0.0, age_s)
         os.utime(fresh, (when, when))
         os.replace(fresh, path)
     finally:

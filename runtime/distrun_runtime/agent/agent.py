@@ -95,8 +95,8 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
-        self._stream: Optional[JobStream] = None
-        """What a tool answers with that was asked before the job."""
+        self._streams: List[JobStream] = []
+        """What tools answer with that were asked before the job."""
         self._measuring: Optional[HostMeasurement] = None
         """None before the job has begun."""
         self._warnings: Dict[str, Any] = {}
@@ -150,8 +150,8 @@ class Agent:
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
-        if self._stream is not None:
-            return math.inf  # who reads it may be stopped (Ctrl-Z), and is heard by the end of our input
+        if self._streams:
+            return math.inf  # who reads may be stopped (Ctrl-Z), and is heard by the end of our input
         return self._heard_at + (self._share.plan.limits.lease_s if self._share else FIRST_LEASE_S)
 
     def _silent_at(self) -> float:
@@ -191,8 +191,8 @@ class Agent:
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
         self._runner.pump()
-        if self._stream is not None and not self._stream.proceed():
-            self._stream, self._heard_at = None, time.monotonic()
+        if self._streams:
+            self._streams = [each for each in self._streams if each.proceed()]
         self._channel.flush()
         if self._channel.is_broken and not self._channel.is_over:
             self._on_lost()
@@ -460,8 +460,8 @@ class Agent:
         try:
             from distrun_runtime.agent import query  # most agents are never asked, and those that dial have no tools
 
-            if what == query.STREAM:
-                self._stream = query.JobStream(self._channel, id, self._selector, dict(args))
+            if what == "jobs":
+                self._streams.append(query.JobStream(self._channel, id, self._selector, args))
                 return
             value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
@@ -471,8 +471,8 @@ class Agent:
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
 
     def _on_stream(self, taken: int = 0, job: str = "", body: bytes = b"", **_: Any) -> None:
-        if self._stream is not None:
-            self._stream.take(taken, job, body)
+        for each in self._streams:
+            each.take(taken, job, body)
 
     def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
         share, measuring = self._share, self._measuring
@@ -577,9 +577,6 @@ class Agent:
             self._preflight.cancel()
         if self._unpacking is not None:
             self._unpacking.close()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
         if self._measuring is not None:
             self._measuring.stop()
         if self._share is not None:

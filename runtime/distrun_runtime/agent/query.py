@@ -12,33 +12,25 @@ from __future__ import annotations
 import binascii
 import contextlib
 import errno
-import functools
 import os
 import selectors
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 from distrun_runtime.agent import stopping
+from distrun_runtime.agent.channel import READ_BYTES, Channel
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.agent_messages import Answered, AnswerPiece
 from distrun_runtime.errors import ContractError
-
-if TYPE_CHECKING:
-    from distrun_runtime.agent.channel import Channel
 
 BACKLOG = 256
 NONCE_LIMIT = 64
 """Bytes."""
 READ_S = 1.0
-"""How long `close` waits for the nonce of an accepted connection."""
-STREAM = "jobs"
-"""The question that `JobStream` answers."""
-PIECE_BYTES = 128 * 1024
+"""How long `close` waits for the nonce of an accepted connection, and a stream for a control socket to let it in."""
 WINDOW = 4 * 1024 * 1024
 """Bytes of a stream that may be sent before the first ones are taken."""
-CONNECT_S = 1.0
-"""How long a control socket may take to let us in."""
 
 _listening: List[socket.socket] = []
 
@@ -186,10 +178,6 @@ def _send_nonce(opened: Any, nonce: str) -> str:
     return os.strerror(code) if code else ""
 
 
-_Piece = Tuple[str, str, bytes, int, float]
-"""The members of an `AnswerPiece`: job, name, data, left and age_s."""
-
-
 class JobStream:
     """What this host knows of jobs: their files, then what their control sockets send until these end.
 
@@ -199,9 +187,7 @@ class JobStream:
         channel: takes the pieces, and the answer at the end.
         number: of the question.
         selector: of the agent's loop, which calls `proceed` before it waits.
-        args: `jobs`: of each its id, its folder (empty: no files) and the path of its control socket (empty: all files
-            of a job that is over are wanted, else its state); `tail`: so many bytes from the end of events.jsonl are
-            wanted, too; `asked`: sent to each control socket, hex.
+        args: docs/protocol.md.
     """
 
     def __init__(
@@ -212,108 +198,73 @@ class JobStream:
         self._selector = selector
         self._room = WINDOW
         self._peers: Dict[str, socket.socket] = {}
-        self._pieces = self._read(args["jobs"], int(args.get("tail", 0)), bytes.fromhex(args.get("asked", "")))
+        self._pieces = self._read(**args)
 
     def proceed(self) -> bool:
         """Say what there is room for; return whether more may come, else the answer was said."""
-        error = ""
-        try:
-            while self._room > 0:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    break
-                self._tell(*piece)
-        except (ContractError, OSError) as err:
-            error = str(err)
-            self.close()
+        while self._room > 0 and next(self._pieces, False):
+            pass
+        is_open = self._room > 0
         for job, peer in self._peers.items():
-            is_watched = peer in self._selector.get_map()
-            if self._room > 0 and not is_watched:
-                self._selector.register(peer, selectors.EVENT_READ, functools.partial(self._hear, job))
-            elif self._room <= 0 and is_watched:
-                self._selector.unregister(peer)
-        if not error and (self._peers or self._room <= 0):
+            if is_open != (peer in self._selector.get_map()):
+                if is_open:
+                    self._selector.register(peer, selectors.EVENT_READ, lambda job=job: self._hear(job))
+                else:
+                    self._selector.unregister(peer)
+        if self._peers or not is_open:
             return True
-        self._channel.say(Answered, id=self._number, error=error)
+        self._channel.say(Answered, id=self._number)
         return False
 
     def take(self, taken: int, job: str, data: bytes) -> None:
         """Note that so many bytes were taken, and pass `data` on to a control socket."""
         self._room += taken
-        peer = self._peers.get(job)
-        if data and peer is not None:
-            with contextlib.suppress(OSError):  # it reads no more; its last words may still be on their way
-                peer.sendall(data)
+        with contextlib.suppress(OSError, KeyError):  # it reads no more; its last words may still be on their way
+            self._peers[job].sendall(data)
 
-    def close(self) -> None:
-        """Let go of all control sockets."""
-        for job in list(self._peers):
-            self._drop(job)
+    def _read(self, jobs: Sequence[Sequence[str]], files: Sequence[Sequence[Any]], asked: str) -> Iterator[bool]:
+        """Say one piece of a file after another, then connect to the control sockets; yield True after each."""
+        import glob  # no other answer needs it
 
-    def _read(self, jobs: Sequence[Tuple[str, str, str]], tail: int, asked: bytes) -> Iterator[_Piece]:
-        """Yield the files, then connect to the control sockets."""
-        for job, folder, path in jobs:
-            yield from _files(job, folder, not path, tail)
+        for job, folder, _ in jobs:
+            for pattern, most in files if folder else ():
+                for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+                    # A file that ends too early, or cannot be read on, is cut: its last piece says that more is left.
+                    with contextlib.suppress(OSError), open(path, "rb") as file:
+                        about = os.fstat(file.fileno())
+                        left = min(about.st_size, most or about.st_size)
+                        file.seek(about.st_size - left)
+                        while True:
+                            data = file.read(min(left, READ_BYTES))
+                            left -= len(data)
+                            self._tell(job, os.path.relpath(path, folder), data, left, time.time() - about.st_mtime)
+                            yield True
+                            if not (data and left):
+                                break
         for job, _, path in jobs:
             if path:
                 self._peers[job] = peer = socket.socket(socket.AF_UNIX)
-                peer.settimeout(CONNECT_S)
-                try:
+                peer.settimeout(READ_S)
+                with contextlib.suppress(OSError):  # `_hear` finds that it is not connected
                     peer.connect(path)
-                    peer.sendall(asked)
-                    peer.setblocking(False)
-                except OSError:
-                    self._drop(job)
-                    yield job, "", b"", 0, 0.0
+                    peer.sendall(bytes.fromhex(asked))
+                peer.setblocking(False)
+                self._hear(job)
 
     def _hear(self, job: str) -> None:
+        peer = self._peers[job]
         try:
-            data = self._peers[job].recv(PIECE_BYTES)
+            data = peer.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         self._tell(job, "frames" if data else "", data)
         if not data:
-            self._drop(job)
-
-    def _drop(self, job: str) -> None:
-        peer = self._peers.pop(job)
-        if peer in self._selector.get_map():
-            self._selector.unregister(peer)
-        peer.close()
+            if peer in self._selector.get_map():
+                self._selector.unregister(peer)
+            self._peers.pop(job).close()
 
     def _tell(self, job: str, name: str, data: bytes, left: int = 0, age_s: float = 0.0) -> None:
         self._channel.say(AnswerPiece, id=self._number, job=job, name=name, data=data, left=left, age_s=age_s)
         self._room -= len(data)
-
-
-def _files(job: str, folder: str, is_all: bool, tail: int) -> Iterator[_Piece]:
-    """Yield the files of a job in pieces.
-
-    Raises:
-        ContractError: a file has become shorter.
-        OSError: one cannot be read on.
-    """
-    names = {"events.jsonl": tail, "state.json": 0} if tail else {"state.json": 0}
-    if folder and is_all and os.path.exists(os.path.join(folder, "outcome.json")):
-        logs = ["logs/" + name for name in os.listdir(os.path.join(folder, "logs"))]
-        every = ("events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log", *logs, "outcome.json")
-        names.update(dict.fromkeys(every, 0))
-    for name, most in names.items() if folder else ():
-        try:
-            file = open(os.path.join(folder, name), "rb")  # noqa: SIM115 - closed below
-        except OSError:
-            continue
-        with file:
-            found = os.fstat(file.fileno())
-            left = min(found.st_size, most or found.st_size)
-            file.seek(found.st_size - left)
-            while True:
-                data = file.read(min(left, PIECE_BYTES))
-                if left and not data:
-                    raise ContractError(f"{name} became shorter while it was read")
-                left -= len(data)
-                yield job, name, data, left, max(0.0, time.time() - found.st_mtime)
-                if not left:
-                    break
