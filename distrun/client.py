@@ -1,7 +1,7 @@
 """A terminal's side of the connection to a job's coordinator: finds it, and shows what it sends.
 
 The coordinator is found by `control.json` in the job's folder. On this machine its control socket is opened, on
-another by a relay there (`relay`).
+another by an agent there (`remote_jobs.RemoteSocket`).
 
 `Follower` shows a job as `distrun launch` does: its output, what distrun itself says of it, and its questions. It is
 used by the launching terminal, whose connection is a socket pair, and by `distrun attach`.
@@ -28,17 +28,13 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:
-    from distrun.remote_jobs import SshRelay  # only imported where it is used
+    from distrun.remote_jobs import RemoteSocket  # only imported where it is used
 
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
 """How long a coordinator's answer is awaited."""
 PROBES = 5
 """How often a silent coordinator is asked for a sign of life before it counts as stopped."""
-CONNECT_S = 30.0
-"""How long an ssh connection to the coordinator's host may take, passwords included."""
-RELAY_END_S = 1.0
-"""How long the end of a relay is awaited whose connection has ended."""
 
 
 class CoordinatorLost(DistrunError):
@@ -48,7 +44,7 @@ class CoordinatorLost(DistrunError):
 
 
 class CoordinatorUnreachable(CoordinatorLost):
-    """Its host cannot be reached by ssh."""
+    """Its host cannot be asked."""
 
 
 class CoordinatorError(DistrunError):
@@ -80,9 +76,8 @@ def reading() -> Iterator[None]:
 class ControlConnection(contextlib.AbstractContextManager["ControlConnection"]):
     """Frames in both directions over a stream socket. One thread reads; any may send."""
 
-    def __init__(self, stream: socket.socket, relay: SshRelay | None = None) -> None:
+    def __init__(self, stream: socket.socket | RemoteSocket) -> None:
         self._socket = stream
-        self._relay = relay
         self._sending = threading.Lock()
         self._decoder = session.Decoder()
         self._frames: deque[session.Frame] = deque()
@@ -188,8 +183,6 @@ class ControlConnection(contextlib.AbstractContextManager["ControlConnection"]):
         """End the connection and what carries it."""
         self.end()
         self._socket.close()
-        if self._relay is not None:
-            self._relay.close()
 
 
 # ---------------------------------------------------------------------- finding the coordinator
@@ -198,11 +191,9 @@ class ControlConnection(contextlib.AbstractContextManager["ControlConnection"]):
 def connect(folder: JobFolder, may_ask: bool = True, any_version: bool = False) -> ControlConnection:
     """Return a connection to the coordinator of a job, greeted.
 
-    If it is on another host, which drops the connection because it has too many, this is tried again for some time.
-
     Args:
         folder: the job's folder.
-        may_ask: ssh may ask the user for a password.
+        may_ask: the user may be asked for a password, if it is on another host.
         any_version: nothing but state, stop and kill will be asked for, which no version changes.
 
     Raises:
@@ -217,48 +208,28 @@ def connect(folder: JobFolder, may_ask: bool = True, any_version: bool = False) 
             f"distrun status {folder.id} shows it, distrun logs -f {folder.id} what it prints",
         )
     if jobfolder.is_here(where):
-        return _greeted(_here(folder, where), folder, where, any_version)
+        return _greeted(ControlConnection(_here(folder, where)), folder, any_version, ANSWER_S)
     from distrun import remote_jobs
 
-    began, attempts, pauses = time.monotonic(), 1, remote_jobs.pauses()
-    while True:
-        try:
-            return _greeted(_there(folder, where, may_ask), folder, where, any_version)
-        except _Dropped:
-            pause_s = next(pauses, None)
-        if pause_s is None:
-            raise CoordinatorLost(
-                f"job {folder.id}: its coordinator is on {where['host']}, whose sshd dropped all {attempts} connections"
-                f" that were tried within {duration(time.monotonic() - began)}: it has too many logins at a time",
-                f"try again; or raise MaxStartups in its sshd_config; or type this command on {where['host']}",
-            )
-        time.sleep(pause_s)
-        attempts += 1
+    stream = remote_jobs.RemoteSocket(folder, where, may_ask)
+    return _greeted(ControlConnection(stream), folder, any_version, remote_jobs.ANSWER_S)
 
 
-class _Dropped(Exception):
-    """A host has dropped the connection of a relay, and may take the next one."""
-
-
-def _greeted(
-    connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any], any_version: bool
-) -> ControlConnection:
+def _greeted(connection: ControlConnection, folder: JobFolder, any_version: bool, limit_s: float) -> ControlConnection:
     """Exchange hellos, and return the connection.
 
     Raises:
         CoordinatorLost: there is no answer, or it is another job's coordinator.
-        _Dropped: the host of the coordinator may take the next connection.
     """
     try:
         with reading():
             connection.send_bytes(control.client_hello())
-            limit_s = ANSWER_S if connection._relay is None else CONNECT_S
             try:
                 frame = connection.receive(limit_s)
             except TimeoutError:
                 raise unanswering(folder, limit_s) from None
             if frame is None:
-                raise _unanswered(connection, folder, where)
+                raise _unanswered(connection, folder)
             if frame.type == "refused":
                 raise UsageError(f"job {folder.id}: {frame.header['message']}", frame.header["hint"])
             if frame.type != "hello" or frame.header.get("job") != folder.id:
@@ -269,8 +240,6 @@ def _greeted(
     except BaseException:
         connection.close()
         raise
-    if connection._relay is not None:
-        connection._relay.show()
     return connection
 
 
@@ -299,7 +268,7 @@ def unanswering(folder: JobFolder, limit_s: float) -> CoordinatorLost:
     return gone(folder, f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {pid})?")
 
 
-def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
+def _here(folder: JobFolder, where: Mapping[str, Any]) -> socket.socket:
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.settimeout(ANSWER_S)
     try:
@@ -311,45 +280,17 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
         if process.is_alive(process.Identity(where["pid"], where["start"])):
             raise gone(folder, f"cannot be reached: {where['path']}: {err.strerror}") from None
         raise gone(folder) from None
-    return ControlConnection(stream)
+    return stream
 
 
-def _there(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> ControlConnection:
-    """Return a connection by a relay on the coordinator's host."""
-    import shlex
-
-    from distrun.remote_jobs import SshRelay
-
-    login = where.get("login") or shlex.join(["ssh", where["host"]])
-    try:
-        relay = SshRelay(login, where["path"], may_ask)
-    except OSError as err:
-        raise CoordinatorLost(
-            f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",
-            f"type this command on {where['host']}",
-        ) from None
-    return ControlConnection(relay.socket, relay)
-
-
-def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> Exception:
-    if connection._relay is None:
+def _unanswered(connection: ControlConnection, folder: JobFolder) -> CoordinatorLost:
+    problem = getattr(connection._socket, "problem", None)
+    if problem is None:
         return gone(folder)
-    from distrun import remote_jobs
-    from distrun.ssh.resolve import NO_LISTENER
-
-    code = connection._relay.ended(RELAY_END_S)
-    if remote_jobs.is_dropped(code, connection._relay.said):
-        return _Dropped()
-    if code == NO_LISTENER:
-        return gone(folder)
-    said = bool(connection._relay.said)
-    connection._relay.show()
-    if code is None:
-        return gone(folder)
+    host = (folder.control() or {}).get("host")
     return CoordinatorUnreachable(
-        f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
-        f"(exit code {code}{'; what ssh said is above' if said else ''})",
-        f"try: ssh {where['host']} true; or type this command on {where['host']}",
+        f"job {folder.id}: its coordinator is on {host}, which cannot be asked: {problem.text}",
+        f"{problem.fix or f'try: ssh {host} true'}; or type this command on {host}",
     )
 
 

@@ -13,9 +13,9 @@ nothing is printed.
 
 `look` returns the current status of jobs: their state and, if they run, their metrics. Each query has a time limit.
 The job store is read at once. Coordinators on this machine are asked for metrics through their control sockets, all in
-parallel. Coordinators elsewhere are asked through one ssh connection per host, also in parallel: a few lines of Python
-there send the states of the jobs and forward the replies of their control sockets. ssh asks no questions. If a
-coordinator does not answer in time, its job is `unknown`; other jobs are not affected.
+parallel. Coordinators elsewhere are asked through one connection per host, also in parallel: an agent there sends the
+states of the jobs and forwards the replies of their control sockets. No password is asked for. If a coordinator does
+not answer in time, its job is `unknown`; other jobs are not affected.
 """
 
 from __future__ import annotations
@@ -53,19 +53,17 @@ HERE_S = 0.3
 THERE_S = 2.0
 """As above, for coordinators on other hosts."""
 METRICS_S = 0.5
-"""How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
+"""How long the metrics of a coordinator elsewhere are waited for when its host has answered. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
 END_S = 0.2
-"""How long the end of an ssh program is waited for that has closed its output."""
+"""How much longer the answers of other hosts are waited for, to be taken in."""
 STACK = ("task", "text", "how", "error", "fix")
 STACK_S = 15.0
 """How long the stacks of a task are waited for: agents have 10 s."""
 POLL_S = 0.1
 """How often new output is looked for."""
 READ_SIZE = 256 * 1024
-MOST = 100
-"""Jobs that one connection asks about; more would not fit into a command line."""
 
 
 # ---------------------------------------------------------------------- jobs
@@ -232,9 +230,9 @@ class Job:
         return remote_jobs.is_elsewhere(self.folder)
 
     def refresh(self, may_ask: bool = True) -> Job:
-        """Fetch, by ssh, what its coordinator's host knows of it, if that has to be fetched; return itself.
+        """Fetch what its coordinator's host knows of it, if that has to be fetched; return itself.
 
-        If that host cannot be asked, this is said. `may_ask`: ssh may ask the user for a password.
+        If that host cannot be asked, this is said. `may_ask`: the user may be asked for a password.
         """
         from distrun import remote_jobs
 
@@ -244,7 +242,7 @@ class Job:
         return self
 
     def view(self) -> JobView:
-        """Return how it stands now; its coordinator is asked, for about 2 s at most, and ssh asks nothing.
+        """Return how it stands now; its coordinator is asked, for about 2 s at most, and the user nothing.
 
         If it has ended on another host, everything is fetched from there, once.
 
@@ -272,7 +270,7 @@ class Job:
         try:
             return client.connect(self.folder, may_ask)
         except client.CoordinatorUnreachable:
-            raise  # nor can its files be fetched; ssh would ask for a password again
+            raise  # nor can its files be fetched; the user would be asked for a password again
         except client.CoordinatorLost as err:
             remote_jobs.refreshed(self.folder, may_ask)  # what it warns of, `err` says
             if self.folder.outcome() is None:
@@ -745,12 +743,11 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     threads = [
         threading.Thread(
             target=_ask_there,
-            args=(login, {job.folder.id: job for job in of_host[first : first + MOST]}, began + there_s),
+            args=({job.folder.id: job for job in of_host}, began + there_s),
             name="host-query",
             daemon=True,
         )
-        for login, of_host in grouped((job.login, job) for job in there).items()
-        for first in range(0, len(of_host), MOST)
+        for of_host in grouped((job.login, job) for job in there).values()
     ]
     for thread in threads:
         thread.start()
@@ -786,45 +783,34 @@ def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
                     selector.unregister(peer)
 
 
-def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
-    """Ask a host with coordinators by one ssh connection; by another one if it drops that.
+def _ask_there(jobs: Mapping[str, _JobQuery], until: float) -> None:
+    """Ask a host with coordinators by one connection.
 
     `jobs`: by id. `until`: monotonic time, when it is given up.
     """
     from distrun import remote_jobs
+    from distrun_runtime.contract.agent_messages import AnswerPiece
+    from distrun_runtime.coordinator.stored import SIZE_LIMIT
 
-    limit_s = round(until - time.monotonic(), 1)
+    first, limit_s = next(iter(jobs.values())), until - time.monotonic()
     about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
-    tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+    events = [("events.jsonl", EVENTS_SIZE)] if any(each.with_events for each in jobs.values()) else []
+    args = {"jobs": about, "files": [*events, ("state.json", 0)], "asked": asked().hex()}
     left = set(jobs)
-
-    def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
-        if job not in jobs:
-            raise remote_jobs.NotAsked("it sent what is no answer")
-        if not jobs[job].take(name, age_s, b"".join(pieces)):
-            left.discard(job)
-        return bool(left)
-
-    def attempt() -> tuple[int, str]:
-        return remote_jobs.ask(
-            login, about, take, may_ask=False, until=until, asked=asked(), tail=tail, limit_s=METRICS_S
-        )
-
-    def wait(pause_s: float) -> bool:
-        if time.monotonic() + pause_s >= until or all(job.has_state for job in jobs.values()):
-            return False
-        time.sleep(pause_s)
-        return True
-
     try:
-        code, said = remote_jobs.retried(attempt, wait)
+        fleet, found = remote_jobs.ask(first.folder, first.where, args, False, limit_s)
+        with contextlib.closing(fleet):
+            while isinstance(found, AnswerPiece):
+                data = b"".join(remote_jobs.content(fleet, found, SIZE_LIMIT))
+                if not jobs.get(found.job, first).take(found.name, found.age_s, data):
+                    left.discard(found.job)
+                wait_s = METRICS_S if all(job.has_state for job in jobs.values()) else limit_s
+                found = fleet.next(min(wait_s, until - time.monotonic())) if left else None
+        why = remote_jobs.why(found, limit_s)
     except (OSError, remote_jobs.NotAsked) as err:
-        code, said = 0, str(err)
-    if time.monotonic() >= until:
-        said = f"no answer within {duration(limit_s)}"
-    lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+        why = str(err)
     for job in jobs.values():
-        job.note_unanswered(lines[-1])
+        job.note_unanswered(why)
 
 
 # ---------------------------------------------------------------------- order

@@ -322,19 +322,15 @@ def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tu
         return "", ""
     if where is None or not where.get("folder"):
         return "", ""
-    login, host, there = (str(where[name]) for name in ("login", "host", "folder"))
+    login, host = str(where["login"]), str(where["host"])
     if is_dry:
         return host, ""
     try:
-        if login in silent:
-            raise remote_jobs.NotAsked(silent[login])
-        remote_jobs.remove(folder, host, there)
-    except (remote_jobs.NotAsked, remote_jobs.NotRemoved, JobStoreError) as err:
-        if isinstance(err, remote_jobs.NotAsked):
-            silent[login] = str(err)
-        fix = f"{login} {shlex.join(['rm', '-r', there])}"
-        return "", f"job {folder.id}: its folder on {host} stays: {err}; fix: {fix}"
-    return host, ""
+        why = silent.get(login) or remote_jobs.remove(folder, where)
+    except remote_jobs.NotAsked as err:
+        why = silent[login] = str(err)
+    fix = f"{login} {shlex.join(['rm', '-r', where['folder']])}"
+    return ("", f"job {folder.id}: its folder on {host} stays: {why}; fix: {fix}") if why else (host, "")
 
 
 def _remove_here(found: RemovedJob) -> RemovedJob:

@@ -530,7 +530,7 @@ OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     begin, runtime = messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"), messages.runtime("ab", b"PK")
-    sent = {str(each.header["type"]): set(each.header) - {"type"} for each in (begin, runtime)}
+    sent = {str(each.header["type"]): set(each.header) - {"type"} for each in (begin, runtime, messages.stream())}
     sent.update((each.TYPE, {field.name for field in fields(each)} - {"host"}) for each in actions() if each.TYPE)
     listed = members("Coordinator to agent")
     for kind, names in sent.items():

@@ -11,8 +11,7 @@ from distrun import formats
 from distrun.cli.common import hosts_of, takes
 from distrun.cli.console import print_err, print_json, print_out
 from distrun.errors import UsageError
-from distrun.fleet import Ran, run
-from distrun.fleet.commands import KEPT
+from distrun.fleet.commands import KEPT, Ran, run
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, seconds
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.failures import Problem

@@ -38,7 +38,7 @@ OTHER_PYTHON = "python=PATH in the hosts file, or --python PATH"
 
 STEPS = (
     ("name", ("dns",)),
-    ("connection", ("refused", "timeout", "unreachable")),
+    ("connection", ("refused", "timeout", "unreachable", "busy")),
     ("host key", ("hostkey",)),
     ("login", ("auth", "password")),
 )

@@ -30,7 +30,8 @@ from distrun.doctor.checks import (
     needed_for_venv,
     version,
 )
-from distrun.fleet import Fleet, Ran, run
+from distrun.fleet import Fleet
+from distrun.fleet.commands import Ran, run
 from distrun.fleet.questions import HostAnswer
 from distrun.formats import grouped, quote
 from distrun.hosts.ranges import fold

@@ -1,4 +1,4 @@
-"""Many hosts at once, without a job: ask their agents, or run one command on all of them.
+"""Many hosts at once, without a job: ask their agents, or run one command on all of them (`fleet.commands`).
 
 Each host gives a value or a `Problem`; one that cannot be used stops no other. Every wait has a deadline, and when it
 is over, agents are ended and channels closed.
@@ -6,8 +6,7 @@ is over, agents are ended and channels closed.
 
 from __future__ import annotations
 
-from distrun.fleet.commands import Ran, run
 from distrun.fleet.questions import Fleet, HostAnswer
 from distrun_runtime.coordinator.failures import Problem
 
-__all__ = ["Fleet", "HostAnswer", "Problem", "Ran", "run"]
+__all__ = ["Fleet", "HostAnswer", "Problem"]

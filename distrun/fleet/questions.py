@@ -3,13 +3,22 @@
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("survey", {}, 30.0)
 
-Each host gives a `HostAnswer` or a `Problem`. What to send and when to give up is decided by `Questions`, which the
+Each host gives a `HostAnswer` or a `Problem`. An answer may be a stream, which is read piece by piece:
+
+    with Fleet(backend, [host]) as fleet:
+        fleet.begin("jobs", {"jobs": [["calm-otter", folder, ""]]})
+        while isinstance(found := fleet.next(), AnswerPiece): ...
+
+What to send and when to give up is decided by `Questions`, which the
 coordinator's loop drives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from distrun.errors import UsageError
 from distrun.formats import age
 from distrun_runtime.contract import agent_messages, facts
+from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.failures import Problem
@@ -37,6 +47,10 @@ END_S = 3.0
 """How long the end of agents that were told to end is waited for."""
 TICK_S = 1.0
 """Seconds between two looks at the clock, at most."""
+SILENT_S = 15.0
+"""A host that sends a stream is lost when nothing has come from it for so long, not even the answers to our pings."""
+AWAY_S = 5.0
+"""If the loop did not run for so long, this process was stopped, or asked for no piece: silence is counted anew."""
 SIGNALS = ("INT",)
 """Signals that the loop turns into events; all others keep their usual effect."""
 
@@ -55,9 +69,10 @@ class Agents:
         self.warnings: list[agent_messages.Warned] = []
         self.is_interrupted = False
         """Ctrl-C came while the loop ran."""
+        self.now = 0.0
+        """When the last event was taken in."""
         self._gone: set[str] = set()
         self._heard: dict[str, float] = {}
-        self._now = 0.0
         self._close_by: float | None = None
 
     @property
@@ -68,12 +83,12 @@ class Agents:
     @property
     def have_gone(self) -> bool:
         """Whether the agents were let go and have ended, or are not waited for any longer."""
-        return self._close_by is not None and (self._gone >= self.hellos.keys() or self._now >= self._close_by)
+        return self._close_by is not None and (self._gone >= self.hellos.keys() or self.now >= self._close_by)
 
     def note(self, event: messages.Event, now: float) -> None:
         """Take in an event. The first one starts the time within which agents have to answer."""
         self.hello_by = self.hello_by or now + self.hello_s
-        self._now = now
+        self.now = now
         host = getattr(event, "host", "")
         if host:
             self._heard[host] = now
@@ -93,7 +108,7 @@ class Agents:
 
     def silence_s(self, host: str) -> float:
         """Return for how long nothing has come from a host that was there; the loop pings it."""
-        return self._now - self._heard.get(host, self._now)
+        return self.now - self._heard.get(host, self.now)
 
     def give_up(self, problem: Problem) -> list[AgentAction]:
         """Have nothing more to do with a host."""
@@ -107,7 +122,7 @@ class Agents:
             limit_s: seconds.
             end: tell the agents to end at once; else the end of their input makes them end their tasks gently.
         """
-        self._close_by = self._now + limit_s
+        self._close_by = self.now + limit_s
         found: list[AgentAction] = []
         for host in self.hosts:
             if end and host in self.hellos and host not in self._gone:
@@ -118,7 +133,7 @@ class Agents:
     def wake_s(self, deadlines: Iterable[float]) -> float:
         """Return how long nothing has to be done, if it has to be at these times."""
         due = [self._close_by] if self._close_by is not None else [*deadlines]
-        return max(0.0, min([TICK_S, *(each - self._now for each in due)]))
+        return max(0.0, min([TICK_S, *(each - self.now for each in due)]))
 
 
 Args = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
@@ -133,13 +148,14 @@ class HostAnswer:
 
 
 class Fleet(contextlib.AbstractContextManager["Fleet"]):
-    """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads.
+    """Connections to the agents of some hosts, from `with` to its end. One thread asks; any may `send` and `cut`.
 
     The first question connects.
     """
 
     def __init__(self, backend: Backend, hosts: Sequence[Host], hello_s: float | None = None) -> None:
         """`hello_s`: how long the first frame of an agent is waited for."""
+        self._backend = backend
         self._channels = backend.connect(hosts)
         self._questions = Questions([channel.host for channel in self._channels], hello_s)
         self.agents = self._questions.agents
@@ -172,6 +188,37 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         self._run()
         return self._questions.answers()
 
+    def begin(self, what: str, args: Args) -> None:
+        """Begin a question that the agent of the one host answers with a stream, which `next` gives."""
+        self._questions.ask(what, args, SILENT_S, is_stream=True)
+
+    def next(self, limit_s: float = math.inf) -> AnswerPiece | HostAnswer | Problem | None:
+        """Return the next piece of the stream, or, after the last one, its end: a problem if it broke off.
+
+        None: nothing came within `limit_s`. The agent sends more only as pieces are taken here. Signals are left alone.
+        """
+        self._questions.until = time.monotonic() + limit_s
+        self._loop.drive()
+        if not self._questions.pieces:
+            return next(iter(self._questions.answers().values()), None)
+        piece = self._questions.pieces.popleft()
+        self._channels[0].send(messages.stream(len(piece.data)))
+        return piece
+
+    def send(self, job: str, data: bytes) -> None:
+        """Have the one host pass `data` on to the control socket of a job whose stream goes on."""
+        self._channels[0].send(messages.stream(0, job, data))
+
+    def cut(self) -> None:
+        """End all connections at once: `next` returns a problem."""
+        for channel in self._channels:
+            channel.kill()
+
+    def close(self) -> None:
+        """End all connections at once, and wait for their ends."""
+        self.cut()
+        self._backend.release(self._channels, 0.0)
+
     def _run(self) -> None:
         self._loop.run()
         if self._questions.agents.is_interrupted:
@@ -192,6 +239,11 @@ class Questions:
         self._args: Args = {}
         self._limit_s = 0.0
         self._asked: tuple[str, ...] = ()
+        self._is_stream = False
+        self.pieces: deque[AnswerPiece] = deque()
+        """Pieces of a stream that were not taken yet."""
+        self.until = math.inf
+        """How long the next one is waited for."""
         self._found: dict[str, HostAnswer | Problem] = {}
         self._new: list[str] = []
         """Hosts that this question has not reached: no deadline is known."""
@@ -199,16 +251,20 @@ class Questions:
         """Until when the agent has to answer, or to be there."""
         self._close_s: float | None = None
 
-    def ask(self, what: str, args: Args, limit_s: float, hosts: Sequence[str] | None = None) -> None:
-        """Begin a question; see `Fleet.ask`."""
+    def ask(
+        self, what: str, args: Args, limit_s: float, hosts: Sequence[str] | None = None, is_stream: bool = False
+    ) -> None:
+        """Begin a question; see `Fleet.ask`. `is_stream`: `limit_s` is how long a host may be silent."""
         self._number += 1
+        self._is_stream, self.until = is_stream, math.inf
+        self.pieces.clear()
         self._what, self._args, self._limit_s = what, args, limit_s
         self._asked = self.agents.hosts if hosts is None else tuple(hosts)
         self._found, self._new, self._by = {}, list(self._asked), {}
 
     def answers(self) -> dict[str, HostAnswer | Problem]:
         """Return what the question brought, in the order of its hosts."""
-        return {host: self._found[host] for host in self._asked}
+        return {host: self._found[host] for host in self._asked if host in self._found}
 
     def let_go(self, limit_s: float) -> None:
         """End all agents; their ends are waited for at most so long."""
@@ -219,21 +275,29 @@ class Questions:
         """Whether the question is answered; after `let_go`: whether the agents have gone."""
         if self._close_s is not None:
             return self.agents.have_gone or (self.agents.is_closing and self.agents.is_interrupted)
-        return self.agents.is_interrupted or not (self._new or self._by)
+        is_answered = bool(self.pieces) or not (self._new or self._by)
+        return self.agents.is_interrupted or is_answered or self.agents.now >= self.until
 
     def wake_s(self) -> float:
         """Return after how many seconds at most the next Tick is wanted."""
-        return self.agents.wake_s(self._by.values())
+        return self.agents.wake_s([*self._by.values(), self.until])
 
     def handle(self, event: messages.Event, now: float) -> list[AgentAction]:
         """Return what is to be done about `event`."""
+        was_away = now - self.agents.now > AWAY_S
         self.agents.note(event, now)
+        if self._is_stream:
+            heard = self._by if was_away else (getattr(event, "host", ""),)
+            there = [host for host in heard if host in self._by and host in self.agents.hellos]
+            self._by.update(dict.fromkeys(there, now + self._limit_s))
         if self._close_s is not None:
             return [] if self.agents.is_closing else self.agents.let_go(self._close_s)
         found: list[AgentAction] = []
         match event:
             case agent_messages.AgentHello(host=host) if host in self._by:
                 found += self._put(host, now)
+            case AnswerPiece(host=host) if event.id == self._number and host in self._by:
+                self.pieces.append(event)
             case agent_messages.Answered(host=host) if event.id == self._number and host in self._by:
                 self._take(host, Problem(host, "other", event.error) if event.error else HostAnswer(event.value))
             case messages.Tick():

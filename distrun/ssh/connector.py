@@ -20,7 +20,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.ssh.ask import Abort, Aborted, Asker
-from distrun.ssh.failure import OTHER, SshFailure, Where, classify, proxy_failed, timeout, too_many_keys, unforeseen
+from distrun.ssh.failure import (
+    BUSY,
+    OTHER,
+    SshFailure,
+    Where,
+    classify,
+    proxy_failed,
+    timeout,
+    too_many_keys,
+    unforeseen,
+)
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import GONE, JUMPS, OPENSSH, RELAY, Resolved, Target, hop, many, remote_command, resolve
 from distrun_runtime.contract import session
@@ -136,7 +146,7 @@ class Connector:
                 except (TooManyTries, Aborted, SshFailure) as err:
                     stderr = program.end() if program is not None else ""
                     if isinstance(err, SshFailure):
-                        raise (proxy_failed(resolved.where, stderr) if stderr and err.is_passing else err) from err
+                        raise (proxy_failed(resolved.where, stderr) if stderr and err.kind == BUSY else err) from err
                     abort.check()
         raise too_many_keys(resolved.where)
 
@@ -189,7 +199,7 @@ class _Jump:
                     self._connection, self._sock, self._program = enter(resolve(self._target))
                 except SshFailure as err:
                     text = f"through {self._target.host}: {err.text}"
-                    raise SshFailure(err.kind, text, err.fix, is_passing=err.is_passing) from err
+                    raise SshFailure(err.kind, text, err.fix) from err
             return self._connection
 
     def close(self) -> None:
@@ -373,7 +383,7 @@ class SshChannel(SessionChannel):
                 return
             except Exception as err:  # whatever it is, the job must hear of it
                 err = err if isinstance(err, SshFailure) else unforeseen(err)
-                if not err.is_passing or attempt == RETRIES or self._abort.is_set:
+                if err.kind != BUSY or attempt == RETRIES or self._abort.is_set:
                     event = StartFailed(self.host, err.text, time.time(), kind=err.kind, fix=err.fix)
                     self._say(event)
                     return

@@ -19,6 +19,8 @@ HOSTKEY = "hostkey"
 AUTH = "auth"
 PASSWORD = "password"
 PYTHON = "python"
+BUSY = "busy"
+"""The host drops new connections because it has too many: it may take the next one in a moment."""
 OTHER = "other"
 
 LINES = 20
@@ -34,15 +36,11 @@ _OWN_LINE = r"kex_exchange_identification|Connection (?:closed|reset)|ssh: |bann
 class SshFailure(Exception):
     """A host cannot be reached, or has nothing to run the agent with."""
 
-    def __init__(
-        self, kind: str, text: str, fix: str = "", *, is_passing: bool = False, takes_password: bool = False
-    ) -> None:
+    def __init__(self, kind: str, text: str, fix: str = "", *, takes_password: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
         self.text = text
         self.fix = fix
-        self.is_passing = is_passing
-        """It may be over in a moment: the host drops new connections because it has too many."""
         self.takes_password = takes_password
         """The host has said that it lets users in by a password."""
 
@@ -149,9 +147,7 @@ def overrun(where: Where) -> SshFailure:
     """Return the failure of a host that closed the connection before it had shown its key."""
     why = "too many at a time, or it does not want this machine"
     fix = "raise MaxStartups in its sshd_config, or look into its log (journalctl -u ssh)"
-    return SshFailure(
-        OTHER, f"{where.place} closed the connection before the key exchange: {why}", fix, is_passing=True
-    )
+    return SshFailure(BUSY, f"{where.place} closed the connection before the key exchange: {why}", fix)
 
 
 def proxy_failed(where: Where, stderr: str) -> SshFailure:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import IO
 
-from distrun.ssh.failure import OTHER, LastLines, SshFailure, classify, no_agent, proxy_failed
+from distrun.ssh.failure import BUSY, OTHER, LastLines, SshFailure, classify, no_agent, proxy_failed
 from distrun.ssh.resolve import PROGRAM, Resolved, shell
 
 OWN_FAILURE = 255
@@ -193,7 +193,7 @@ class OpensshLink:
         found = no_agent(self._resolved.where, stderr, stdout)
         if found.kind == OTHER and self._child.code == OWN_FAILURE:
             found = classify(stderr, self._resolved.where)
-            if self._resolved.proxy_command and found.is_passing:
+            if self._resolved.proxy_command and found.kind == BUSY:
                 return proxy_failed(self._resolved.where, stderr)
         return found
 

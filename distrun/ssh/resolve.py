@@ -205,8 +205,7 @@ def remote_command(
 
 
 GONE = "distrun: nothing listens there"
-"""What RELAY says, with the exit code NO_LISTENER, if the agent or coordinator has ended."""
-NO_LISTENER = 3
+"""What RELAY says if the agent has ended."""
 # In no quotes but these, and without a `!`: see `remote_command`. It goes to the folder of the socket because the path
 # may be too long for a socket's address. Where the socket takes no more, what came from it last is still on its way.
 RELAY = (
@@ -227,15 +226,14 @@ RELAY = (
     " s.connect(name)\\n"
     "except (FileNotFoundError,ConnectionRefusedError) as err:\\n"
     f' print(\\"{GONE}: %s\\" % err,file=sys.stderr)\\n'
-    f" sys.exit({NO_LISTENER})\\n"
+    " sys.exit(3)\\n"
     "except OSError as err:\\n"
-    " print(err,file=sys.stderr)\\n"
-    f" sys.exit({NO_LISTENER})\\n"
+    " sys.exit(str(err))\\n"
     "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall,int),daemon=True).start()\\n"
     'copy(s.recv,say)")'
 )
-"""Connects the standard input and output of a program on a host with a Unix socket there: of an agent that waits for
-another connection, or of a coordinator. What it needs is on its command line: a path, no secret."""
+"""Connects the standard input and output of a program on a host with the Unix socket there of an agent that waits for
+another connection. What it needs is on its command line: a path, no secret."""
 
 
 # Asks `ssh -G` once for hosts that the user's ssh configuration does not tell apart.

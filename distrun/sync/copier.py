@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from distrun.errors import DistrunError, SyncError
 from distrun.formats import size as size_text
 from distrun.ssh.ask import Abort
+from distrun.ssh.failure import BUSY, SshFailure
 from distrun.sync import remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
@@ -40,7 +41,6 @@ from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
     from distrun.ssh.ask import Asker
-    from distrun.ssh.failure import SshFailure
     from distrun.ssh.resolve import Target
     from distrun_runtime.coordinator.channel import Put
 
@@ -493,7 +493,7 @@ class Copier(FileCopier):
             if rsync.met_a_loud_shell(ended):
                 break
             failure = remote_shell.login_failure(self._targets[host], words)
-            if wait_s is None or not failure.is_passing:
+            if wait_s is None or failure.kind != BUSY:
                 return ended, failure
             if self._cancelled.wait(wait_s * random.uniform(0.5, 1.5)):
                 return ended, failure

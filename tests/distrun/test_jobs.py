@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +13,18 @@ from typing import Any
 
 import pytest
 from fakecoordinator import METRICS, Coordinator
+from fakessh import RUNS, FakeSsh
 from sample_plan import sample_plan
 
-from distrun import cli, jobs, remote_jobs
+from distrun import cli, jobs
 from distrun.errors import UsageError
+from distrun.ssh import connector
 from distrun_runtime.contract import session
 from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.logs import Spool
 
-DROPS = "kex_exchange_identification: Connection closed by remote host"
-RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
 LIMIT_S = 20.0
 
 
@@ -54,12 +53,10 @@ def new(store: JobStore, job: str, state: str = "running") -> JobFolder:
     return folder
 
 
-def ssh(tmp_path: Path, text: str = RUNS) -> str:
-    """Return a login by an ssh that counts its calls and then does `text`."""
-    path = tmp_path / "ssh"
-    path.write_text(f'#!/bin/sh\necho "$*" | head -1 >>{shlex.quote(str(tmp_path / "calls"))}\n{text}')
-    path.chmod(0o755)
-    return f"{path} d1"
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
+    monkeypatch.setattr(connector, "PAUSE_S", 0.02)
+    return FakeSsh(tmp_path, monkeypatch)
 
 
 def place(folder: JobFolder, login: str, path: Path, theirs: Path, state: str = "running", age_s: float = 0.0) -> None:
@@ -115,9 +112,9 @@ def test_metrics_of_another_job_that_has_the_socket_now_are_not_taken(
 
 
 def test_all_jobs_of_a_host_are_asked_by_one_connection_that_may_not_ask_the_user(
-    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+    store: JobStore, tmp_path: Path, ssh: FakeSsh, coordinator: Callable[..., Coordinator]
 ) -> None:
-    login = ssh(tmp_path)
+    login = ssh.does()
     folders = [new(store, f"there-{number}", "starting") for number in range(2)]
     for folder in folders:
         place(folder, login, tmp_path / f"{folder.id}.s", tmp_path / f"theirs-{folder.id}")
@@ -126,25 +123,25 @@ def test_all_jobs_of_a_host_are_asked_by_one_connection_that_may_not_ask_the_use
     assert states(views) == ["running", "running"]
     assert [view.metrics for view in views] == [METRICS, METRICS]
     assert [view.host for view in views] == ["d1", "d1"]
-    (call,) = (tmp_path / "calls").read_text().splitlines()
+    (call,) = ssh.calls
     assert "BatchMode=yes" in call
 
 
 def test_a_job_that_has_ended_there_is_shown_as_it_ended_and_its_logs_are_still_to_be_fetched(
-    store: JobStore, tmp_path: Path
+    store: JobStore, tmp_path: Path, ssh: FakeSsh
 ) -> None:
     folder = new(store, "over-1")
-    place(folder, ssh(tmp_path), tmp_path / "nobody.s", tmp_path / "theirs", state="succeeded")
+    place(folder, ssh.does(), tmp_path / "nobody.s", tmp_path / "theirs", state="succeeded")
     (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["succeeded"]
     assert not folder.is_finished
 
 
 def test_a_host_that_does_not_answer_in_time_leaves_its_jobs_unknown_with_when_they_were_seen(
-    store: JobStore, tmp_path: Path
+    store: JobStore, tmp_path: Path, ssh: FakeSsh
 ) -> None:
     folder = new(store, "dead-1")
-    place(folder, ssh(tmp_path, "exec sleep 60\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    place(folder, ssh.does("exec sleep 60\n"), tmp_path / "nobody.s", tmp_path / "theirs")
     when = time.time() - 180
     os.utime(folder.path / "state.json", (when, when))
     here = new(store, "here-1")
@@ -156,44 +153,40 @@ def test_a_host_that_does_not_answer_in_time_leaves_its_jobs_unknown_with_when_t
     assert views[0].problem == "d1 cannot be asked: no answer within 0.3 s"
 
 
-def test_what_ssh_says_is_the_reason_and_the_fix_is_to_try_it(store: JobStore, tmp_path: Path) -> None:
+def test_what_ssh_says_is_the_reason_and_the_fix_is_to_try_it(store: JobStore, tmp_path: Path, ssh: FakeSsh) -> None:
     folder = new(store, "denied-1")
-    login = ssh(tmp_path, "echo 'Permission denied (publickey).' >&2; exit 255\n")
+    login = ssh.does("echo 'Permission denied (publickey).' >&2; exit 255\n")
     place(folder, login, tmp_path / "nobody.s", tmp_path / "theirs")
     (view,) = jobs.look([folder], there_s=LIMIT_S)
-    assert view.problem == "d1 cannot be asked: Permission denied (publickey)."
+    assert "d1 cannot be asked: d1 port 22 does not let user " in view.problem
     assert view.fix == f"{login} true"
 
 
-def test_a_host_that_drops_a_connection_is_asked_again(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.02)
+def test_a_host_that_drops_a_connection_is_asked_again(store: JobStore, tmp_path: Path, ssh: FakeSsh) -> None:
     folder = new(store, "busy-1", "starting")
-    calls = shlex.quote(str(tmp_path / "calls"))
-    text = f"[ $(wc -l <{calls}) -gt 2 ] || {{ echo '{DROPS}' >&2; exit 255; }}\n{RUNS}"
-    place(folder, ssh(tmp_path, text), tmp_path / "nobody.s", tmp_path / "theirs")
+    place(folder, ssh.fails(2), tmp_path / "nobody.s", tmp_path / "theirs")
     (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["running"]
-    assert (tmp_path / "calls").read_text().count("\n") == 3
+    assert len(ssh.calls) == 3
 
 
-@pytest.mark.parametrize("may_ask", [True, False])
-def test_ssh_is_ended_if_nothing_more_is_wanted_of_it(tmp_path: Path, may_ask: bool) -> None:
-    goes_on = tmp_path / "goes-on"
-    text = f"import time; time.sleep({LIMIT_S / 2}); open({str(goes_on)!r}, 'w')"
-    header = '{"job": "x", "name": "state.json", "size": 0, "age_s": 0}'
-    login = ssh(tmp_path, f"echo {shlex.quote(header)}\nexec {shlex.join([sys.executable, '-S', '-c', text])}\n")
-    assert remote_jobs.ask(login, [], lambda *each: False, may_ask=may_ask) == (0, "")
-    assert not goes_on.exists()
+def test_ssh_has_ended_when_nothing_more_is_wanted_of_it(
+    store: JobStore, tmp_path: Path, ssh: FakeSsh, coordinator: Callable[..., Coordinator]
+) -> None:
+    folder = new(store, "there-1")
+    place(folder, ssh.does('echo $$ >"$CALLS.pid"; ' + RUNS), tmp_path / "c.s", tmp_path / "theirs")
+    coordinator("c.s", folder.id)
+    assert jobs.look([folder], there_s=LIMIT_S)[0].metrics == METRICS
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int((tmp_path / "calls.pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
     "said", ["nonsense\\n", '{"job": "x", "name": "state.json", "size": 1, "age_s": 0}\\n?', "x" * 5000]
 )
-def test_a_host_that_sends_nonsense_has_not_answered(said: str, store: JobStore, tmp_path: Path) -> None:
+def test_a_host_that_sends_nonsense_has_not_answered(said: str, store: JobStore, tmp_path: Path, ssh: FakeSsh) -> None:
     folder = new(store, "odd-1")
-    place(folder, ssh(tmp_path, f"printf {shlex.quote(said)}\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    place(folder, ssh.does(f"printf {shlex.quote(said)}\n"), tmp_path / "nobody.s", tmp_path / "theirs")
     (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["unknown"]
     assert "cannot be asked" in view.problem
@@ -210,10 +203,14 @@ def test_jobs_that_go_on_come_first_and_of_the_others_the_newest(store: JobStore
 
 
 def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
-    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator], capfd: pytest.CaptureFixture[str]
+    store: JobStore,
+    tmp_path: Path,
+    ssh: FakeSsh,
+    coordinator: Callable[..., Coordinator],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     dead, here = new(store, "dead-1"), new(store, "here-1")
-    place(dead, ssh(tmp_path, "exit 255\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    place(dead, ssh.does("exit 255\n"), tmp_path / "nobody.s", tmp_path / "theirs")
     when = time.time() - 180
     os.utime(dead.path / "state.json", (when, when))
     here.write_control(str(tmp_path / "c.s"))
@@ -224,11 +221,15 @@ def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
     assert rows["JOB"].startswith("JOB STATE PROGRESS")
     assert "running 24 %, ETA 0:12:00 here-1 1 (1 stalled)" in rows["here-1"]
     assert "unknown, seen 3 min ago" in rows["dead-1"]
-    assert shown.err.count("d1 cannot be asked: ssh ended with code 255") == 1
+    assert shown.err.count("d1 cannot be asked: d1 port 22: the ssh program ended without a message") == 1
 
 
 def test_the_log_of_a_task_is_followed_to_its_end_where_the_coordinator_and_the_logs_are_on_a_host(
-    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator], capfd: pytest.CaptureFixture[str]
+    store: JobStore,
+    tmp_path: Path,
+    ssh: FakeSsh,
+    coordinator: Callable[..., Coordinator],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = new(store, "there-1")
     piece = {"type": "output", "task": "worker-0", "host": "d1", "stream": "out", "at": 0, "length": 6, "cursor": 6}
@@ -237,7 +238,7 @@ def test_the_log_of_a_task_is_followed_to_its_end_where_the_coordinator_and_the_
         session.encode({"type": "outcome", "outcome": {}}),
     ]
     coordinator("c.s", folder.id, answers=lambda kind: told if kind == "subscribe" else [])
-    place(folder, ssh(tmp_path), tmp_path / "c.s", tmp_path / "theirs")
+    place(folder, ssh.does(), tmp_path / "c.s", tmp_path / "theirs")
     for words in (["-f"], []):  # it ends before the end of what there is now
         assert cli.run(["logs", folder.id, "worker-0", *words]) == 0
         assert capfd.readouterr().out == "hello\n"
@@ -247,7 +248,7 @@ def test_the_log_of_a_task_is_followed_to_its_end_where_the_coordinator_and_the_
 
 
 def test_following_the_log_of_a_job_whose_coordinator_dies_on_its_host_ends_with_7(
-    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+    store: JobStore, tmp_path: Path, ssh: FakeSsh, coordinator: Callable[..., Coordinator]
 ) -> None:
     folder = new(store, "there-1")
 
@@ -257,13 +258,13 @@ def test_following_the_log_of_a_job_whose_coordinator_dies_on_its_host_ends_with
         return []
 
     coordinator("c.s", folder.id, answers=dies)
-    place(folder, ssh(tmp_path), tmp_path / "c.s", tmp_path / "theirs")
+    place(folder, ssh.does(), tmp_path / "c.s", tmp_path / "theirs")
     assert cli.run(["logs", folder.id, "-f"]) == 7
 
 
 @pytest.mark.parametrize("words", [["logs", "worker-0", "-f"], ["attach"]])
 def test_a_job_that_ends_while_a_connection_to_its_coordinator_is_made_is_no_lost_one(
-    words: list[str], store: JobStore, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], store: JobStore, tmp_path: Path, ssh: FakeSsh, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, theirs, ended = new(store, "there-1"), tmp_path / "theirs", tmp_path / "ended"
     (ended / "logs").mkdir(parents=True)
@@ -272,8 +273,8 @@ def test_a_job_that_ends_while_a_connection_to_its_coordinator_is_made_is_no_los
     spool = Spool(ended / "logs")
     spool.add("worker-0", "out", 0, b"hello\n")
     spool.close()
-    end = f"[ $(wc -l <{tmp_path / 'calls'}) -ne 2 ] || cp -r {ended}/. {theirs}\n"  # the second call is the relay
-    place(folder, ssh(tmp_path, end + RUNS), tmp_path / "nobody.s", theirs)
+    end = f'[ $(wc -l <"$CALLS") -ne 2 ] || cp -r {ended}/. {theirs}\n'  # the second call is for the socket
+    place(folder, ssh.does(end + RUNS), tmp_path / "nobody.s", theirs)
     assert cli.run([words[0], folder.id, *words[1:]]) == 0
     shown = capfd.readouterr()
     assert shown.out == "hello\n" if words[0] == "logs" else "is over" in shown.err

@@ -44,6 +44,7 @@ from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
     from distrun_runtime.agent.measuring import HostMeasurement
+    from distrun_runtime.agent.query import JobStream
     from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
@@ -94,6 +95,8 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
+        self._streams: List[JobStream] = []
+        """What tools answer with that were asked before the job."""
         self._measuring: Optional[HostMeasurement] = None
         """None before the job has begun."""
         self._warnings: Dict[str, Any] = {}
@@ -147,6 +150,8 @@ class Agent:
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
+        if self._streams:
+            return math.inf  # who reads may be stopped (Ctrl-Z), and is heard by the end of our input
         return self._heard_at + (self._share.plan.limits.lease_s if self._share else FIRST_LEASE_S)
 
     def _silent_at(self) -> float:
@@ -186,6 +191,8 @@ class Agent:
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
         self._runner.pump()
+        if self._streams:
+            self._streams = [each for each in self._streams if each.proceed()]
         self._channel.flush()
         if self._channel.is_broken and not self._channel.is_over:
             self._on_lost()
@@ -453,12 +460,19 @@ class Agent:
         try:
             from distrun_runtime.agent import query  # most agents are never asked, and those that dial have no tools
 
+            if what == "jobs":
+                self._streams.append(query.JobStream(self._channel, id, self._selector, args))
+                return
             value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
             self._channel.say(Answered, id=id, error=_reason(err))
         else:
             self._channel.say(Answered, id=id, value=value)
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
+
+    def _on_stream(self, taken: int = 0, job: str = "", body: bytes = b"", **_: Any) -> None:
+        for each in self._streams:
+            each.take(taken, job, body)
 
     def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
         share, measuring = self._share, self._measuring
@@ -525,6 +539,7 @@ class Agent:
         "files": _files,
         "settle": _settle,
         "ask": _ask,
+        "stream": _on_stream,
         "spawn": _spawn,
         "signal": _signal,
         "stop": _stop,

@@ -1,6 +1,6 @@
-"""Answers what an agent is asked before, or instead of, a job: one JSON-able value for each question.
+"""Answers what an agent is asked before, or instead of, a job: a JSON-able value for each question, or a stream.
 
-An answer may block the agent, up to a deadline of its own.
+An answer may block the agent, up to a deadline of its own. A stream (`JobStream`) does not: the agent's loop goes on.
 
 `listen`, `connect` and `close` tell whether a host can be reached on its data ports: one host listens, others send a
 nonce, and the first says which came. Nothing has to run meanwhile: the system completes connections and keeps what was
@@ -16,17 +16,21 @@ import os
 import selectors
 import socket
 import time
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 from distrun_runtime.agent import stopping
+from distrun_runtime.agent.channel import READ_BYTES, Channel
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.agent_messages import Answered, AnswerPiece
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
 NONCE_LIMIT = 64
 """Bytes."""
 READ_S = 1.0
-"""How long `close` waits for the nonce of an accepted connection."""
+"""How long `close` waits for the nonce of an accepted connection, and a stream for a control socket to let it in."""
+WINDOW = 4 * 1024 * 1024
+"""Bytes of a stream that may be sent before the first ones are taken."""
 
 _listening: List[socket.socket] = []
 
@@ -172,3 +176,95 @@ def _send_nonce(opened: Any, nonce: str) -> str:
         code = err.errno
     opened.close()
     return os.strerror(code) if code else ""
+
+
+class JobStream:
+    """What this host knows of jobs: their files, then what their control sockets send until these end.
+
+    No more is read than there is room for, so that coordinators see that a client is slow.
+
+    Args:
+        channel: takes the pieces, and the answer at the end.
+        number: of the question.
+        selector: of the agent's loop, which calls `proceed` before it waits.
+        args: docs/protocol.md.
+    """
+
+    def __init__(
+        self, channel: Channel, number: int, selector: selectors.BaseSelector, args: Mapping[str, Any]
+    ) -> None:
+        self._channel = channel
+        self._number = number
+        self._selector = selector
+        self._room = WINDOW
+        self._peers: Dict[str, socket.socket] = {}
+        self._pieces = self._read(**args)
+
+    def proceed(self) -> bool:
+        """Say what there is room for; return whether more may come, else the answer was said."""
+        while self._room > 0 and next(self._pieces, False):
+            pass
+        is_open = self._room > 0
+        for job, peer in self._peers.items():
+            if is_open != (peer in self._selector.get_map()):
+                if is_open:
+                    self._selector.register(peer, selectors.EVENT_READ, lambda job=job: self._hear(job))
+                else:
+                    self._selector.unregister(peer)
+        if self._peers or not is_open:
+            return True
+        self._channel.say(Answered, id=self._number)
+        return False
+
+    def take(self, taken: int, job: str, data: bytes) -> None:
+        """Note that so many bytes were taken, and pass `data` on to a control socket."""
+        self._room += taken
+        with contextlib.suppress(OSError, KeyError):  # it reads no more; its last words may still be on their way
+            self._peers[job].sendall(data)
+
+    def _read(self, jobs: Sequence[Sequence[str]], files: Sequence[Sequence[Any]], asked: str) -> Iterator[bool]:
+        """Say one piece of a file after another, then connect to the control sockets; yield True after each."""
+        import glob  # no other answer needs it
+
+        for job, folder, _ in jobs:
+            for pattern, most in files if folder else ():
+                for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+                    # A file that ends too early, or cannot be read on, is cut: its last piece says that more is left.
+                    with contextlib.suppress(OSError), open(path, "rb") as file:
+                        about = os.fstat(file.fileno())
+                        left = min(about.st_size, most or about.st_size)
+                        file.seek(about.st_size - left)
+                        while True:
+                            data = file.read(min(left, READ_BYTES))
+                            left -= len(data)
+                            self._tell(job, os.path.relpath(path, folder), data, left, time.time() - about.st_mtime)
+                            yield True
+                            if not (data and left):
+                                break
+        for job, _, path in jobs:
+            if path:
+                self._peers[job] = peer = socket.socket(socket.AF_UNIX)
+                peer.settimeout(READ_S)
+                with contextlib.suppress(OSError):  # `_hear` finds that it is not connected
+                    peer.connect(path)
+                    peer.sendall(bytes.fromhex(asked))
+                peer.setblocking(False)
+                self._hear(job)
+
+    def _hear(self, job: str) -> None:
+        peer = self._peers[job]
+        try:
+            data = peer.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._tell(job, "frames" if data else "", data)
+        if not data:
+            if peer in self._selector.get_map():
+                self._selector.unregister(peer)
+            self._peers.pop(job).close()
+
+    def _tell(self, job: str, name: str, data: bytes, left: int = 0, age_s: float = 0.0) -> None:
+        self._channel.say(AnswerPiece, id=self._number, job=job, name=name, data=data, left=left, age_s=age_s)
+        self._room -= len(data)

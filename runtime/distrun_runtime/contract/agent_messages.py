@@ -70,6 +70,25 @@ class Answered(NamedTuple):
     error: str = ""
 
 
+@_from_agent("piece")
+class AnswerPiece(NamedTuple):
+    """A piece of the answer of a tool that answers with a stream: of a file, or of what a control socket sends.
+
+    `Answered` is the end of the stream.
+    """
+
+    host: str
+    id: int
+    job: str
+    name: str
+    """The file, seen from the job's folder; `frames`: of the control socket; empty: that sends no more."""
+    data: bytes = b""
+    left: int = 0
+    """Bytes of the file that are still to come."""
+    age_s: float = 0.0
+    """How long ago the file was written."""
+
+
 @_from_agent("stack")
 class StackFound(NamedTuple):
     """An agent has found where a task stands, or, where `error` is not empty, why that cannot be said."""

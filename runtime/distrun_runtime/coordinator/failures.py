@@ -58,8 +58,8 @@ class Problem:
 
     host: str
     kind: str
-    """What is wrong with it before anything is started there: dns, refused, timeout, unreachable, hostkey, auth,
-    password, python, folder, disk, clock, module, activation, interface, gpus, protocol, or other."""
+    """What is wrong with it before anything is started there: dns, refused, timeout, unreachable, busy,
+    hostkey, auth, password, python, folder, disk, clock, module, activation, interface, gpus, protocol, or other."""
     text: str
     """What was found."""
     fix: str = ""

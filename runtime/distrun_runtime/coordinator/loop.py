@@ -89,15 +89,19 @@ class HostLoop:
     def run(self) -> None:
         """Drive the decisions until they are over. The first call starts the channels; none closes them."""
         with Interrupts(self._take_signal, self._signals):
-            self._tick()
-            if not self._has_started:
-                self._has_started = True
-                process.allow_open_files(FILES + FILES_A_CHANNEL * len(self._channels))
-                self._pinged = time.monotonic()
-                for channel in self._channels.values():
-                    channel.start(self.put)
-            while not self._decisions.is_over:
-                self._turn()
+            self.drive()
+
+    def drive(self) -> None:
+        """Do what `run` does, and leave signals to the caller."""
+        self._tick()
+        if not self._has_started:
+            self._has_started = True
+            process.allow_open_files(FILES + FILES_A_CHANNEL * len(self._channels))
+            self._pinged = time.monotonic()
+            for channel in self._channels.values():
+                channel.start(self.put)
+        while not self._decisions.is_over:
+            self._turn()
 
     def _take_signal(self, name: str) -> None:
         if name in process.TASKS_SIGNALS:

@@ -419,6 +419,14 @@ def files(run: str, archive: Source) -> Large:
     return Large({"type": "files", "run": run}, archive)
 
 
+def stream(taken: int = 0, job: str = "", data: bytes = b"") -> session.Frame:
+    """Return the frame for a tool that answers with a stream.
+
+    `taken`: so many more bytes of it were taken. `data`: for the control socket of `job`.
+    """
+    return session.Frame({"type": "stream", "taken": taken, "job": job}, data)
+
+
 def to_frame(action: AgentAction) -> session.Frame:
     """Return the frame that an action is."""
     assert action.TYPE, f"{action!r} is no frame by itself: it needs an encoder of the loop's caller"

@@ -341,9 +341,9 @@ class Pulls:
         return self._refuse(pull, no)
 
     def _forget(self, pull: Pull) -> list[role.Action]:
-        """Owe this pull nothing any more, and take back what was lent to it."""
-        if self._open.pop(pull.ticket, None) is not None:
-            np.subtract.at(pull.store.owed[pull.store.row[pull.rank]], pull.shards[pull.owed], 1)
+        """Owe this pull, which is open, nothing any more, and take back what was lent to it."""
+        del self._open[pull.ticket]
+        np.subtract.at(pull.store.owed[pull.store.row[pull.rank]], pull.shards[pull.owed], 1)
         for name, pulls in list(self._waiting.items()):
             if pulls.pop(pull.ticket, None) is not None and not pulls:
                 del self._waiting[name]

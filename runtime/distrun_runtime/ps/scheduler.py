@@ -247,9 +247,7 @@ class Roster:
 
     def remove(self, link: str) -> None:
         """Remove a node, before the roster is complete."""
-        member = self.members.pop(link, None)
-        if member is None:
-            return
+        member = self.members.pop(link)
         self._counts[member.who.role] -= 1
         self._in_order.pop(member.who.role, None)
         self._by_rank.pop((member.who.role, member.who.rank), None)

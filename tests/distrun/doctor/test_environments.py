@@ -16,7 +16,7 @@ from distrun_cli import wait_until
 from distrun.doctor import examine, making
 from distrun.doctor.checks import ExaminedHost
 from distrun.doctor.examine import EnvironmentSpec, outcome, wanted
-from distrun.fleet import Ran
+from distrun.fleet.commands import Ran
 from distrun_runtime.coordinator.failures import Problem
 
 LIMIT_S = 120.0

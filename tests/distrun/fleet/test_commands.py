@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
-from distrun.fleet import Ran, commands
+from distrun.fleet import commands
+from distrun.fleet.commands import Ran
 from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.plan import Host, Plan, Secrets
 from distrun_runtime.contract.session import Source
@@ -53,7 +53,7 @@ class Local:
 
 
 def run(script: str, hosts: Sequence[Host] = HOSTS, **more: object) -> dict[str, Ran | Problem]:
-    return fleet.run(Local(), hosts, ("bash", "-c", script), **more)  # type: ignore[arg-type]
+    return commands.run(Local(), hosts, ("bash", "-c", script), **more)  # type: ignore[arg-type]
 
 
 def ran(found: dict[str, Ran | Problem], host: str = "a") -> Ran:
@@ -101,7 +101,7 @@ def test_an_interface_that_is_not_there_keeps_no_command_from_running() -> None:
 
 
 def test_a_command_that_is_not_there_is_127() -> None:
-    found = fleet.run(Local(), HOSTS[:1], ("no-such-program-here",))  # type: ignore[arg-type]
+    found = commands.run(Local(), HOSTS[:1], ("no-such-program-here",))  # type: ignore[arg-type]
     assert ran(found).code == 127
     assert "command not found: no-such-program-here" in ran(found).reason
 
@@ -144,7 +144,7 @@ class Scripted(Broken):
 
 def scripted(reply: Callable[[dict[str, Any]], Sequence[messages.Event]], **more: Any) -> Ran:
     backend = SimpleNamespace(name="test", connect=lambda hosts: (Scripted(reply),))
-    return ran(fleet.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
+    return ran(commands.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
 
 
 def piece(offset: int, data: bytes) -> agent_messages.Output:
@@ -195,10 +195,10 @@ def test_what_was_passed_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_each_host_may_have_a_command_of_its_own_and_an_environment_before_it() -> None:
-    commands = {"a": ("bash", "-c", "echo a$X"), "b": ("bash", "-c", "echo b$X")}
-    found = fleet.run(Local(), HOSTS, commands, activate="export X=5")  # type: ignore[arg-type]
+    words = {"a": ("bash", "-c", "echo a$X"), "b": ("bash", "-c", "echo b$X")}
+    found = commands.run(Local(), HOSTS, words, activate="export X=5")  # type: ignore[arg-type]
     assert [bytes(ran(found, host).out) for host in ("a", "b")] == [b"a5\n", b"b5\n"]
-    failed = fleet.run(Local(), HOSTS, commands, activate="echo no such module >&2; false")  # type: ignore[arg-type]
+    failed = commands.run(Local(), HOSTS, words, activate="echo no such module >&2; false")  # type: ignore[arg-type]
     problem = failed["a"]
     assert isinstance(problem, Problem)
     assert "no such module" in problem.text

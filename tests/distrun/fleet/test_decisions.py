@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from distrun.cli import exec as exec_command
-from distrun.fleet import Ran, commands
-from distrun.fleet.commands import GRACE_S, LOST_S, SETTLE_S, RunCommand
+from distrun.fleet import commands
+from distrun.fleet.commands import GRACE_S, LOST_S, SETTLE_S, Ran, RunCommand
 from distrun.fleet.questions import HostAnswer, Questions
 from distrun_runtime.contract import agent_messages
 from distrun_runtime.contract.plan import Host
@@ -93,6 +93,34 @@ def test_an_agent_is_asked_when_it_is_there_and_the_question_ends_with_the_last_
     history.tell(answered("a", value=[2]))
     assert questions.is_over
     assert list(questions.answers().items()) == [("a", HostAnswer([2])), ("b", HostAnswer("fine"))]
+
+
+def streaming() -> tuple[Questions, History]:
+    questions = Questions(["a"])
+    questions.ask("jobs", {}, 15.0, is_stream=True)
+    return questions, History(questions).hello("a")
+
+
+def test_a_stream_may_be_silent_for_long_if_its_agent_answers_pings_else_the_host_is_lost() -> None:
+    questions, history = streaming()
+    for _ in range(10):
+        history.wait(12.0, "a")
+    assert not questions.is_over
+    history.wait(14.0)
+    assert not questions.is_over
+    history.wait(2.0)
+    assert questions.is_over
+    assert isinstance(questions.answers()["a"], Problem)
+
+
+def test_a_reader_that_was_stopped_does_not_take_the_host_of_its_stream_for_lost() -> None:
+    questions, history = streaming()
+    history.now += 3600.0
+    history.tell(messages.Tick())
+    assert not questions.is_over
+    history.wait(14.0)
+    assert not questions.is_over
+    assert questions.answers() == {}
 
 
 def test_the_time_to_answer_begins_when_the_agent_is_there() -> None:

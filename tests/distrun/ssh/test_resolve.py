@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -227,3 +231,26 @@ def test_a_named_key_is_the_only_one_that_the_program_offers(tmp_path: Path) -> 
     assert only not in shell(there, named=False)
     assert only not in shell(there)
     assert only not in shell(digest(Target("d1"), parse(BARE), {}), named=True)
+
+
+def test_the_last_words_of_an_agent_arrive_by_a_relay_although_more_is_sent_to_it(tmp_path: Path) -> None:
+    last = b"x" * 1_000_000
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "c.s"))
+        listener.listen()
+        argv = [sys.executable, "-I", "-c", resolve.RELAY, str(tmp_path / "c.s")]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
+            assert relay.stdin is not None
+            assert relay.stdout is not None
+            connection, _ = listener.accept()
+            sending = threading.Thread(target=connection.sendall, args=(last,))
+            sending.start()
+            first = relay.stdout.read(500_000)
+            connection.shutdown(socket.SHUT_RD)
+            relay.stdin.write(b"too late")
+            relay.stdin.flush()
+            time.sleep(0.3)  # a relay that would end ends now
+            rest = relay.stdout.read(500_000)
+            sending.join()
+            connection.close()
+            assert first + rest == last

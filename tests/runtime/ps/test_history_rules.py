@@ -175,6 +175,25 @@ def test_a_failed_pull_waits_nowhere_and_what_it_held_may_be_written(serving: Se
     assert values(server.pull(1, 2)) == {"a": [-2, -2]}
 
 
+def test_a_pull_after_one_that_failed_gets_its_round_though_its_worker_pushes_again_meanwhile(serving: Serving) -> None:
+    """Key c, which the failed one was owed still, goes on while the next pull waits for key a."""
+    server = serving()
+    server.init({"c": [0, 0]})
+    server.rule(FUSSY)
+    server.push(0, 1, {"a": [1, 1], "b": [13, 0], "c": [3, 3]})
+    server.push(1, 1, {"a": [0, 0]})
+    assert server.pull(0, 1, "a", "b", "c") == []
+    assert "w0 PULL!" in said(server.push(1, 1, {"b": [0, 0]}))
+    server.push(1, 1, {"c": [0, 0]})
+    server.push(0, 2, {"a": [1, 1], "c": [1, 1]})
+    assert server.pull(0, 2, "a", "c") == []
+    server.push(0, 3, {"c": [100, 0]})
+    for number in (2, 3):
+        assert said(server.push(1, number, {"c": [0, 0]})) == ["w1 PUSH"]
+    [pulled] = [each for each in server.push(1, 2, {"a": [0, 0]}) if each.link == "w0"]
+    assert values([pulled]) == {"a": [-2, -2], "c": [-4, -4]}
+
+
 def test_an_async_rule_that_fails_is_the_pushers_error_and_its_push_counts_as_made(serving: Serving) -> None:
     """Or the others would wait for it for ever, with a bound on staleness."""
     server = serving("dist_async", staleness=0)

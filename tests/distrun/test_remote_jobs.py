@@ -1,68 +1,50 @@
-"""The `ssh` program that reaches the host of a coordinator, and the files that come by it; `ssh` is a script here."""
+"""Jobs whose coordinator is on another host: by agents that run here, or by an `ssh` that is a script of the test."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import shlex
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fakecoordinator import Coordinator
+from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
 
-from distrun import cli, client, remote_jobs
+from distrun import cli, client, jobs, remote_jobs
 from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
 from distrun.hosts import HostSpec
+from distrun.ssh import connector
+from distrun_runtime.agent import query
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 
-DROPS = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by 10.0.0.1 port 22\r"
 OTHERS = "Permission denied (publickey).\r"
-RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
 LIMIT_S = 20.0
-Stand = Callable[..., str]
+HERE = "run-on d1"
+"""The login of a host whose agent runs here, without ssh."""
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Stand:
-    """Makes an ssh that fails so often with some words, then runs the command here; returns a login by it."""
-
-    def make(times: int, words: str = DROPS) -> str:
-        calls = tmp_path / "calls"
-        fails = f"echo {shlex.quote(words)} >&2; exit 255"
-        path = tmp_path / "ssh"
-        path.write_text(f"#!/bin/sh\necho >>{calls}\n[ $(wc -l <{calls}) -gt {times} ] || {{ {fails}; }}\n{RUNS}")
-        path.chmod(0o755)
-        return f"{path} d1"
-
-    return make
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_jobs, "RETRY_S", 0.2)
-    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(remote_jobs, "LONGEST_PAUSE_S", 0.05)
-
-
-def calls(tmp_path: Path) -> int:
-    return (tmp_path / "calls").read_text().count("\n")
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
+    monkeypatch.setattr(connector, "PAUSE_S", 0.02)
+    return FakeSsh(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return JobStore().create(sample_plan())
+    return JobStore().create(sample_plan()._replace(hosts=(Host("d1", login=HERE),)))
 
 
 def place(folder: JobFolder, login: str, path: str = "", theirs: str = "") -> None:
@@ -72,7 +54,7 @@ def place(folder: JobFolder, login: str, path: str = "", theirs: str = "") -> No
 
 
 def answers(path: Path, job: str) -> socket.socket:
-    """Greet one client at a socket, as a coordinator does."""
+    """Greet one client at a socket, as a coordinator does, until it says `bye`."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
@@ -83,76 +65,104 @@ def answers(path: Path, job: str) -> socket.socket:
         with connection:
             connection.recv(65536)
             connection.sendall(session.encode({"type": "hello", "version": [1, 0], "job": job, "pid": 7, "host": "d1"}))
-            while connection.recv(65536):
+            while connection.recv(65536) not in (b"", b"bye"):
                 pass
 
     threading.Thread(target=serve, daemon=True).start()
     return listener
 
 
-def test_pauses_grow_and_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_jobs, "RETRY_S", 30.0)
-    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.25)
-    monkeypatch.setattr(remote_jobs, "LONGEST_PAUSE_S", 4.0)
-    found = list(remote_jobs.pauses())
-    assert sum(found) == pytest.approx(30.0)
-    assert found[0] <= 0.25
-    assert max(found) <= 4.0
-    assert len(found) < 25
-
-
-@pytest.mark.parametrize(
-    ("code", "said", "is_dropped"),
-    [
-        (255, DROPS, True),
-        (255, "Exceeded MaxStartups\r\n" + DROPS, True),
-        (
-            255,
-            "kex_exchange_identification: read: Connection reset by peer\r\nConnection reset by 10.0.0.1 port 22",
-            True,
-        ),
-        (255, OTHERS, False),
-        (255, "ssh: connect to host d1 port 22: Connection refused", False),
-        (255, "", False),
-        (1, DROPS, False),  # what a command there wrote
-        (None, DROPS, False),
-    ],
-)
-def test_a_dropped_connection_is_known_by_code_and_words(code: int | None, said: str, is_dropped: bool) -> None:
-    assert remote_jobs.is_dropped(code, said) is is_dropped
-
-
 def test_a_client_whose_connection_the_host_drops_tries_again_and_says_nothing_of_it(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connector, "RETRIES", 0)  # more often than a launch would
     path = tmp_path / "job.s"
-    place(folder, stand(2), str(path))
+    place(folder, ssh.fails(2), str(path))
     with answers(path, folder.id), client.connect(folder) as connection:
         assert connection.hello["host"] == "d1"
-    assert calls(tmp_path) == 3
+    assert len(ssh.calls) == 3
     assert capfd.readouterr().err == ""
 
 
-def test_a_host_that_goes_on_dropping_connections_is_given_up_with_what_was_tried(
-    folder: JobFolder, stand: Stand, tmp_path: Path
+def test_a_host_that_goes_on_dropping_connections_is_given_up_in_time_with_what_may_help(
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place(folder, stand(1000), str(tmp_path / "job.s"))
-    with pytest.raises(
-        CoordinatorLost, match=r"on d1, whose sshd dropped all \d+ connections that were tried within"
-    ) as caught:
+    monkeypatch.setattr(remote_jobs, "ANSWER_S", 4.0)
+    place(folder, ssh.fails(1000), str(tmp_path / "job.s"))
+    with pytest.raises(CoordinatorLost, match=r"on d1, which cannot be asked: .* closed the connection") as caught:
         client.connect(folder)
     assert "MaxStartups" in caught.value.hint
-    assert "dropped all %d connections" % calls(tmp_path) in str(caught.value)
 
 
-def test_another_failure_of_ssh_is_not_tried_again_and_shown(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    place(folder, stand(1000, OTHERS), str(tmp_path / "job.s"))
-    with pytest.raises(CoordinatorLost, match="cannot be reached by ssh"):
+def test_another_failure_of_ssh_is_not_tried_again_and_told(folder: JobFolder, ssh: FakeSsh, tmp_path: Path) -> None:
+    place(folder, ssh.fails(1000, OTHERS), str(tmp_path / "job.s"))
+    with pytest.raises(CoordinatorLost, match=r"cannot be asked: .* does not let user .* in"):
         client.connect(folder)
-    assert calls(tmp_path) == 1
-    assert OTHERS in capfd.readouterr().err
+    assert len(ssh.calls) == 1
+
+
+def test_a_stream_that_ends_is_told_from_one_that_breaks(folder: JobFolder, ssh: FakeSsh, tmp_path: Path) -> None:
+    login = ssh.does('echo $$ >"$CALLS.pid"; ' + RUNS)
+    for path, is_ended in ((tmp_path / "1.s", True), (tmp_path / "2.s", False)):
+        place(folder, login, str(path))
+        stream = remote_jobs.RemoteSocket(folder, folder.control() or {}, may_ask=False)
+        with contextlib.closing(stream), answers(path, folder.id):
+            stream.settimeout(LIMIT_S)
+            stream.sendall(b"hello")
+            assert b"d1" in stream.recv(65536)
+            if is_ended:
+                stream.sendall(b"bye")
+            else:
+                os.killpg(int((tmp_path / "calls.pid").read_text()), signal.SIGKILL)
+            assert stream.recv(65536) == b""
+            assert (stream.problem is None) is is_ended
+
+
+def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_lost(
+    folder: JobFolder, tmp_path: Path
+) -> None:
+    place(folder, HERE, str(tmp_path / "c.s"))
+    piece, sent = bytes(range(256)) * 4096, []
+
+    def talk() -> Iterator[bytes]:
+        for _ in range(24):
+            yield piece
+            sent.append(piece)
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: talk() if kind == "subscribe" else [])
+    stream = remote_jobs.RemoteSocket(folder, folder.control() or {}, may_ask=False)
+    with contextlib.closing(stream):
+        stream.settimeout(LIMIT_S)
+        stream.sendall(jobs.asked())
+        received = bytearray(stream.recv(65536))
+        before = -1
+        while before != len(sent):
+            before = len(sent)
+            time.sleep(0.3)
+        assert before <= 2 + query.WINDOW // len(piece)
+        while len(received) < 24 * len(piece):
+            received += stream.recv(65536)
+        assert received.endswith(24 * piece)
+    coordinator.close()
+
+
+def test_everything_of_a_job_that_is_over_is_fetched_whatever_its_size(folder: JobFolder, tmp_path: Path) -> None:
+    there = Path(theirs(tmp_path, folder))
+    (there / "logs").mkdir()
+    whole = {
+        "logs/worker-0.out.log": os.urandom(query.WINDOW + 70_001),
+        "logs/worker-1.err.log": b"",
+        "events.jsonl": b"{}",
+    }
+    for name, data in whole.items():
+        (there / name).write_bytes(data)
+    (there / "outcome.json").write_text(json.dumps(folder.outcome_json(Outcome(0, "succeeded", "all well"))))
+    os.utime(there / "events.jsonl", (1e9, 1e9))
+    place(folder, HERE, theirs=str(there))
+    assert remote_jobs.refreshed(folder) == ""
+    assert {name: (folder.path / name).read_bytes() for name in whole} == whole
+    assert (folder.path / "events.jsonl").stat().st_mtime == pytest.approx(1e9, abs=60)
+    assert not remote_jobs.is_elsewhere(folder)
 
 
 def theirs(tmp_path: Path, folder: JobFolder) -> str:
@@ -164,20 +174,20 @@ def theirs(tmp_path: Path, folder: JobFolder) -> str:
 
 
 def test_a_state_is_fetched_also_from_a_host_that_drops_connections(
-    folder: JobFolder, stand: Stand, tmp_path: Path
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path
 ) -> None:
     there = theirs(tmp_path, folder)
     (folder.path / "state.json").write_text("older")
-    place(folder, stand(2), theirs=there)
+    place(folder, ssh.fails(2), theirs=there)
     assert remote_jobs.refreshed(folder) == ""
     assert (folder.path / "state.json").read_bytes() == Path(there, "state.json").read_bytes()
-    assert calls(tmp_path) == 3
+    assert len(ssh.calls) == 3
 
 
 def test_a_fetched_state_that_cannot_be_written_here_is_no_failure_of_ssh(
-    folder: JobFolder, stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place(folder, stand(0), theirs=theirs(tmp_path, folder))
+    place(folder, HERE, theirs=theirs(tmp_path, folder))
 
     def full(*names: object) -> None:
         raise OSError(28, "No space left on device")
@@ -201,9 +211,9 @@ def test_hosts_that_share_the_folder_fetch_into_files_of_different_names(
     assert len(used) == 2
 
 
-def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand: Stand, tmp_path: Path) -> None:
+def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    place(folder, stand(0), theirs=str(tmp_path / "empty"))
+    place(folder, HERE, theirs=str(tmp_path / "empty"))
     assert "host d1 cannot be asked: it has no state of this job" in remote_jobs.refreshed(folder)
 
 
@@ -218,7 +228,6 @@ def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     tail: int | None,
     count: int,
     folder: JobFolder,
-    stand: Stand,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -229,7 +238,7 @@ def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     ]
     told.append(session.encode({"type": "output_end", "cursor": 4 * count}))
     coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: told if kind == "subscribe" else [])
-    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    place(folder, HERE, str(tmp_path / "c.s"), theirs(tmp_path, folder))
     before = time.time()
     assert cli.run(["logs", *words, folder.id, "worker-0"]) == 0
     after = time.time()
@@ -248,12 +257,12 @@ def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
 
 
 def test_logs_of_a_job_on_hosts_whose_coordinator_falls_silent_end_with_an_error_and_what_it_said(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 2.0)
     said = session.encode({"type": "said", "level": "warning", "text": "the job's logs cannot be read: no"})
     coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [said] if kind == "subscribe" else [])
-    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    place(folder, HERE, str(tmp_path / "c.s"), theirs(tmp_path, folder))
     assert cli.run(["logs", folder.id, "worker-0"]) == facts.EXIT_HOST_LOST
     coordinator.close()
     shown = capfd.readouterr()
@@ -263,7 +272,7 @@ def test_logs_of_a_job_on_hosts_whose_coordinator_falls_silent_end_with_an_error
 
 
 def test_logs_of_a_job_on_hosts_wait_for_a_coordinator_that_answers_while_it_searches(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 1.0)
     about = {"task": "worker-0", "host": "d1", "stream": "out", "time": time.time(), "attempt": 0}
@@ -281,16 +290,16 @@ def test_logs_of_a_job_on_hosts_wait_for_a_coordinator_that_answers_while_it_sea
         return [state] if len(asked) <= client.PROBES else [state, *found]
 
     coordinator = Coordinator(tmp_path / "c.s", folder.id, answer)
-    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    place(folder, HERE, str(tmp_path / "c.s"), theirs(tmp_path, folder))
     assert cli.run(["logs", folder.id, "worker-0"]) == 0
     coordinator.close()
     assert capfd.readouterr().out.endswith("abc\n")
 
 
 def test_logs_of_a_job_on_hosts_whose_coordinator_cannot_be_asked_say_so(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place(folder, stand(0), str(tmp_path / "none.s"), theirs(tmp_path, folder))
+    place(folder, HERE, str(tmp_path / "none.s"), theirs(tmp_path, folder))
     assert cli.run(["logs", "--merge", folder.id]) == facts.EXIT_HOST_LOST
     assert f"job {folder.id}: its coordinator (pid 7 on d1) is gone" in capfd.readouterr().err
 
@@ -308,7 +317,7 @@ def test_gc_removes_the_folder_on_the_coordinators_host_too(
     folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there = over_there(folder, tmp_path)
-    place(folder, "ssh d1", theirs=str(there))
+    place(folder, HERE, theirs=str(there))
     assert cli.run(["gc", "--dry-run", folder.id]) == 0
     assert there.exists()
     assert cli.run(["gc", folder.id]) == 0
@@ -321,7 +330,7 @@ def test_gc_is_content_if_the_folder_on_the_coordinators_host_is_gone(
     folder: JobFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there = over_there(folder, tmp_path)
-    place(folder, "ssh d1", theirs=str(there) + "-gone")
+    place(folder, HERE, theirs=str(there) + "-gone")
     assert cli.run(["gc", folder.id]) == 0
     assert there.exists()
 
@@ -336,10 +345,12 @@ def test_gc_asks_a_host_that_cannot_be_asked_once_and_says_how_to_remove_the_fol
         silent.bind(("127.0.0.1", 0))  # it does not listen: connections are refused
         for number in range(2):
             reach = Ssh().reach(HostSpec("127.0.0.1", port=silent.getsockname()[1]), {})
-            plan = sample_plan(job=f"calm-otter-{number}")._replace(backend="ssh", hosts=(Host("d1", reach=reach),))
+            plan = sample_plan(job=f"calm-otter-{number}")._replace(
+                backend="ssh", hosts=(Host("d1", reach=reach, login=LOGIN),)
+            )
             folders.append(JobStore().create(plan))
             there = over_there(folders[-1], tmp_path)
-            place(folders[-1], "ssh d1", theirs=str(there))
+            place(folders[-1], LOGIN, theirs=str(there))
         assert cli.run(["gc", *(each.id for each in folders)]) == 1
     assert len(connected) == 1
     told = capfd.readouterr().err
@@ -354,30 +365,7 @@ def test_gc_removes_nothing_on_a_host_that_is_no_folder_of_the_job(
 ) -> None:
     there = over_there(folder, tmp_path)
     (there / "plan.json").unlink()
-    place(folder, "ssh d1", theirs=str(there))
+    place(folder, HERE, theirs=str(there))
     assert cli.run(["gc", folder.id]) == 1
     assert f"its folder on d1 stays: {there} is no folder of job {folder.id}; fix: " in capfd.readouterr().err
     assert (there / "logs").exists()
-
-
-def test_the_last_words_of_a_coordinator_arrive_although_more_is_sent_to_it(tmp_path: Path) -> None:
-    last = b"x" * 1_000_000
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "c.s"))
-        listener.listen()
-        argv = [sys.executable, "-I", "-c", remote_jobs.RELAY, str(tmp_path / "c.s")]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
-            assert relay.stdin is not None
-            assert relay.stdout is not None
-            connection, _ = listener.accept()
-            sending = threading.Thread(target=connection.sendall, args=(last,))
-            sending.start()
-            first = relay.stdout.read(500_000)
-            connection.shutdown(socket.SHUT_RD)
-            relay.stdin.write(b"too late")
-            relay.stdin.flush()
-            time.sleep(0.3)  # a relay that would end ends now
-            rest = relay.stdout.read(500_000)
-            sending.join()
-            connection.close()
-            assert first + rest == last
