@@ -280,6 +280,7 @@ class NodeSession:
         sends: Sequence[PlannedSend],
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
+        sent: Callable[[], object],
     ) -> list[Sequence[Buffer]] | Request:
         """Send messages and receive their answers, in the calling thread if nothing else is in flight.
 
@@ -291,6 +292,9 @@ class NodeSession:
         Arguments:
             as_request: returns what is asked then. Called at most once.
             begun: called with the request before this returns, or raises.
+            sent: called once when the messages are on their way, or handed to the node's thread, so that others may
+                send. Not always if this raises. The caller may hold a lock until then for which no callback in the
+                node's thread (`Request.then`) waits.
 
         Raises:
             StoreClosed: as `ask`.
@@ -305,9 +309,10 @@ class NodeSession:
                 exchange = self._reserve(sends)
                 if exchange is not None:
                     self._calls += 1
-                    return self._carry_out(exchange, as_request, begun)
+                    return self._carry_out(exchange, as_request, begun, sent)
         request = self.ask(*as_request())
         begun(request)
+        sent()
         return request
 
     def _reserve(self, sends: Sequence[PlannedSend]) -> _Exchange | None:
@@ -323,7 +328,11 @@ class NodeSession:
         return _Exchange(sends, links, first) if first else None
 
     def _carry_out(
-        self, exchange: _Exchange, as_request: Callable[[], Asked], begun: Callable[[Request], object]
+        self,
+        exchange: _Exchange,
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
+        sent: Callable[[], object],
     ) -> list[Sequence[Buffer]] | Request:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
@@ -338,6 +347,7 @@ class NodeSession:
                     self._direct.expect(send.link, send.into)
                 exchange.begun = number + 1
                 self._paths.send(send.link, send.frames)
+            sent()
             answers = self._answers(exchange)
         except BaseException:
             self._hand_over(exchange, as_request(), begun)
