@@ -35,6 +35,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -306,7 +307,8 @@ class Turn:
         self.is_wanted = False
         """The polling thread waits for its turn."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable if another thread wants the turn."""
+        """Readable if another thread wants the turn. Open as long as a thread may want it."""
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._is_asked_for = False
 
     def want(self) -> None:
