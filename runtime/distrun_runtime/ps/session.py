@@ -85,7 +85,7 @@ class Asked(NamedTuple):
     members: Membership | None = None
 
 
-class _Exchange:
+class _CallUnderWay:
     """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
 
     def __init__(self, sends: Sequence[PlannedSend], links: tuple[str, ...], first: int) -> None:
@@ -129,7 +129,7 @@ class NodeSession:
         self._paths = self._transport if isinstance(self._transport, BulkTransport) else None
         self._direct = None if self._paths is None else self._paths.direct
         self._turn = None if self._direct is None else self._direct.turn()
-        self._exchange: _Exchange | None = None
+        self._exchange: _CallUnderWay | None = None
         """What a thread of the script does, or has left to the node's thread."""
         self._loop = Loop(
             *(self._transport, self.worker, config.token, self._trace),
@@ -315,7 +315,7 @@ class NodeSession:
         sent()
         return request
 
-    def _reserve(self, sends: Sequence[PlannedSend]) -> _Exchange | None:
+    def _reserve(self, sends: Sequence[PlannedSend]) -> _CallUnderWay | None:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
@@ -325,11 +325,11 @@ class NodeSession:
             if not self._direct.is_open(link):
                 return None
         first = self.worker.reserve(len(sends))
-        return _Exchange(sends, links, first) if first else None
+        return _CallUnderWay(sends, links, first) if first else None
 
     def _carry_out(
         self,
-        exchange: _Exchange,
+        exchange: _CallUnderWay,
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
         sent: Callable[[], object],
@@ -359,7 +359,7 @@ class NodeSession:
         self._exchange = None
         return answers
 
-    def _answers(self, exchange: _Exchange) -> list[Sequence[Buffer]] | None:
+    def _answers(self, exchange: _CallUnderWay) -> list[Sequence[Buffer]] | None:
         """Wait for the answers and return them; None: something else came, or was to be done."""
         assert self._paths is not None
         assert self._direct is not None
@@ -376,7 +376,7 @@ class NodeSession:
             if not self._direct.wait(max(until - time.monotonic(), 0.0)):
                 return None
 
-    def _hand_over(self, exchange: _Exchange, asked: Asked, begun: Callable[[Request], object]) -> Request:
+    def _hand_over(self, exchange: _CallUnderWay, asked: Asked, begun: Callable[[Request], object]) -> Request:
         request = Request(asked.what, _LIMIT, self._waits)
         exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)
         begun(request)

@@ -13,7 +13,7 @@ The mark is the last message over ZeroMQ in its direction, and nothing of the st
 order is kept. What does not work is said (`PathChosen`), and messages go on travelling over ZeroMQ. The end of the
 stream is that of the connection, for both sides: `Down`, after all that had arrived.
 
-Threads: as `transport.base` says. With a `Turn`, another thread may act while the polling one waits: it takes some
+Threads: as `transport.base` says. With a `TurnLock`, another thread may act while the polling one waits: it takes some
 connections, sends and receives on them, and gives them back. A signal handler of Python may raise between any two steps
 of such a thread, so each change of a stream is one step: what `recv` returns is stored by the same C function that
 calls it (`list.extend(map(...))`), and the outcome of reading is one assignment.
@@ -97,7 +97,7 @@ def _table(count: int) -> struct.Struct:
     return _TABLES[count] if count < len(_TABLES) else struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
 
 
-class _Outgoing:
+class _Sending:
     """The lease of a message that is being sent."""
 
     __slots__ = ("buffers", "counts", "size")
@@ -124,7 +124,7 @@ class _Outgoing:
         return found[:_BUFFERS]
 
 
-class _Incoming:
+class _LongMessage:
     """A message too long for a chunk, whose last frames are being received at their place."""
 
     __slots__ = ("counts", "frames", "sizes", "target")
@@ -150,7 +150,7 @@ class _Incoming:
         return frames
 
 
-class _Stream:
+class _DirectStream:
     """A direct connection. It never waits."""
 
     def __init__(self, link: Link, connection: socket.socket) -> None:
@@ -163,9 +163,9 @@ class _Stream:
         """Where the third frame of a message of three is received if it is long and has this size."""
         self.recent: Sequence[Buffer] = ()
         """The first frames of the message that was sent last."""
-        self.out: deque[_Outgoing] = deque()
+        self.out: deque[_Sending] = deque()
         """What was not sent completely."""
-        self._in: tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None] = ([], b"", [], None)
+        self._in: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
         """Whole messages that nobody has taken; bytes of an incomplete one, and those behind them that were not looked
         at; else an incomplete long one."""
         self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
@@ -180,7 +180,7 @@ class _Stream:
         count = len(frames)
         sizes = [memoryview(frame).nbytes for frame in frames]
         table = _table(count).pack(count, *sizes)
-        item = _Outgoing([table, *frames], len(table) + sum(sizes))
+        item = _Sending([table, *frames], len(table) + sum(sizes))
         self.out.append(item)
         self.recent = frames[:2]
         if len(self.out) == 1:
@@ -242,7 +242,7 @@ class _Stream:
 
     def _parsed(
         self, messages: list[Sequence[Buffer]], data: bytes
-    ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None]:
+    ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None]:
         """Return what `_in` becomes with the bytes that came.
 
         Raises:
@@ -277,12 +277,12 @@ class _Stream:
             at = end
         return messages, data[at:], [], None
 
-    def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _Incoming:
+    def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _LongMessage:
         into = self.into
         if into is None or len(frames) != 2 or sizes != (len(into),):
             into = np.empty(sum(sizes), np.uint8).data
         into[: len(came)] = came
-        return _Incoming(frames, sizes, into, [len(came)])
+        return _LongMessage(frames, sizes, into, [len(came)])
 
     def close(self) -> Sequence[Lease]:
         """Close the connection, for children that were forked as well; return the leases that are over."""
@@ -298,7 +298,7 @@ class _Stream:
         return dropped
 
 
-class Turn:
+class TurnLock:
     """Decides which thread acts on a transport and on what its loop keeps: the one that polls it, or another one while
     that waits."""
 
@@ -342,7 +342,7 @@ class _Pair:
     """The opener's and the acceptor's; good for one connection."""
     dialled: socket.socket | None = None
     """The opener's connection, while it is not proven."""
-    stream: _Stream | None = None
+    stream: _DirectStream | None = None
     """All messages are sent there."""
     is_marked: bool = False
     """The other side's mark has come: all messages come there."""
@@ -378,13 +378,13 @@ class DirectTransport:
         self._pairs: dict[Link, _Pair] = {}
         self._early: dict[Link, Sequence[Buffer]] = {}
         """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
-        self._streams: dict[Link, _Stream] = {}
+        self._streams: dict[Link, _DirectStream] = {}
         """Those that all messages are sent on."""
-        self._open: dict[Link, _Stream] = {}
+        self._open: dict[Link, _DirectStream] = {}
         """Of these, those on which all messages come."""
         self._ending: dict[Link, tuple[Down, float]] = {}
         """Links that have ended over ZeroMQ, and how long what comes by stream is still taken in."""
-        self._turn: Turn | None = None
+        self._turn: TurnLock | None = None
         self._taken: tuple[Link, ...] = ()
         """Links that another thread has taken."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
@@ -479,9 +479,9 @@ class DirectTransport:
 
     # For a thread that has the turn: a link that it has taken is its own until it gives it back
 
-    def turn(self) -> Turn:
+    def turn(self) -> TurnLock:
         """Let other threads act from now on. Who polls has the turn, but while it waits."""
-        turn = self._turn = Turn()
+        turn = self._turn = TurnLock()
         self._inner.share(turn.lock.release, turn.retake)
         return turn
 
@@ -562,11 +562,11 @@ class DirectTransport:
         except FileNotFoundError:
             pass
 
-    def _watch(self, stream: _Stream) -> None:
+    def _watch(self, stream: _DirectStream) -> None:
         mask = select.EPOLLIN * (stream.link in self._open) | select.EPOLLOUT * bool(stream.out)
         self._wait_for(stream.fd, 0 if stream.link in self._taken else mask)
 
-    def _news(self, stream: _Stream, mask: int) -> None:
+    def _news(self, stream: _DirectStream, mask: int) -> None:
         link, is_taken = stream.link, stream.link in self._taken
         if stream.out:
             self._events += map(Released, stream.flush())
@@ -577,7 +577,7 @@ class DirectTransport:
             if not is_taken:
                 self._deliver(stream)
 
-    def _deliver(self, stream: _Stream) -> None:
+    def _deliver(self, stream: _DirectStream) -> None:
         link, inbox = stream.link, stream.inbox
         if inbox:
             self._events += [Arrived(link, frames) for frames in inbox]
@@ -708,14 +708,14 @@ class DirectTransport:
         """Send all further messages on a stream that is proven."""
         if one.family != socket.AF_UNIX:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = pair.stream = self._streams[link] = _Stream(link, one)
+        stream = pair.stream = self._streams[link] = _DirectStream(link, one)
         self._say(link, DirectKind.MARK, {})
         self._sources[stream.fd] = lambda mask: self._news(stream, mask)
         self._wait_for(stream.fd, 0)
         if pair.is_marked:
             self._start(link, stream)
 
-    def _start(self, link: Link, stream: _Stream) -> None:
+    def _start(self, link: Link, stream: _DirectStream) -> None:
         """The other side's mark has come: read what it sends on the stream."""
         self._open[link] = stream
         self._watch(stream)
