@@ -39,13 +39,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.protocol.message import ENTRY_LIMIT, FRAME_LIMIT
+from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger
 from distrun_runtime.transport.host_segments import NotShared, check_user
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -74,8 +75,15 @@ _BACKLOG = 128
 _READS = 64
 """How often one stream is read at once: others wait meanwhile."""
 _COUNT = struct.Struct("<I")
-_TABLES = [struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}") for count in range(16)]
-"""Number of frames and their sizes, filled up to a multiple of 8 bytes, by the number of frames."""
+
+
+def _table(count: int) -> struct.Struct:
+    """Return the form of a table: number of frames and their sizes, filled up to a multiple of 8 bytes."""
+    return struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
+
+
+_TABLES = [_table(count) for count in range(16)]
+"""Of messages of few frames."""
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -91,10 +99,6 @@ class DirectKind(IntEnum):
     """The opener's proof, on the stream."""
     ACCEPTOR = 4
     """The acceptor's."""
-
-
-def _table(count: int) -> struct.Struct:
-    return _TABLES[count] if count < len(_TABLES) else struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
 
 
 class _Sending:
@@ -165,27 +169,21 @@ class _DirectStream:
         """The first frames of the message that was sent last."""
         self.out: deque[_Sending] = deque()
         """What was not sent completely."""
-        self._in: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
-        """Whole messages that nobody has taken; bytes of an incomplete one, and those behind them that were not looked
-        at; else an incomplete long one."""
+        self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
+        """Whole messages that nobody has taken (take one by removing it); bytes of an incomplete one, and those behind
+        them that were not looked at; else an incomplete long one."""
         self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
-
-    @property
-    def inbox(self) -> list[Sequence[Buffer]]:
-        """Whole messages that nobody has taken. Take one by removing it."""
-        return self._in[0]
 
     def send(self, frames: Sequence[Buffer]) -> Lease:
         """Send a message, or queue what the socket does not take."""
-        count = len(frames)
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        table = _table(count).pack(count, *sizes)
+        count, sizes = len(frames), list(map(BYTES, map(VIEW, frames)))
+        table = (_TABLES[count] if count < len(_TABLES) else _table(count)).pack(count, *sizes)
         item = _Sending([table, *frames], len(table) + sum(sizes))
         self.out.append(item)
         self.recent = frames[:2]
         if len(self.out) == 1:
             self.flush()
-        return COPIED if item.is_over else item
+        return item if self.out else COPIED
 
     def flush(self) -> list[Lease]:
         """Send what is queued, as far as the socket takes it; return the leases that are over."""
@@ -200,17 +198,17 @@ class _DirectStream:
             except OSError:
                 # The end is told by `read`, behind what still arrives.
                 return [*over, *self._drop()]
-            if item.is_over:
+            if sum(item.counts) >= item.size:
                 over.append(item)
                 self.out.popleft()
         return over
 
     def read(self) -> None:
-        """Take in what has come: whole messages to `inbox`, the end to `end`."""
+        """Take in what has come: whole messages and the end."""
         for _ in range(_READS):
             if self.end:
                 return
-            messages, rest, chunks, long = self._in
+            messages, rest, chunks, long = self.received
             try:
                 if long is None and not chunks:
                     chunks.extend(map(self._recv, (CHUNK_BYTES,)))
@@ -225,7 +223,7 @@ class _DirectStream:
                 if not long.counts[-1]:
                     self.end = "its connection closed"
                 elif (whole := long.whole()) is not None:
-                    self._in = [*messages, whole], b"", [], None
+                    self.received = [*messages, whole], b"", [], None
                 elif long.counts[-1] < CHUNK_BYTES:
                     return
                 continue
@@ -234,16 +232,16 @@ class _DirectStream:
                 self.end = "its connection closed"
                 return
             try:
-                self._in = self._parsed(messages, rest + chunk if rest else chunk)
+                self.received = self._parsed(messages, rest + chunk if rest else chunk)
             except (ValueError, MemoryError, struct.error) as err:
                 self.end = f"what it sent cannot be read: {err}"
-            if len(chunk) < CHUNK_BYTES and self._in[3] is None:
+            if len(chunk) < CHUNK_BYTES and self.received[3] is None:
                 return  # There was no more.
 
     def _parsed(
         self, messages: list[Sequence[Buffer]], data: bytes
     ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None]:
-        """Return what `_in` becomes with the bytes that came.
+        """Return what `received` becomes with the bytes that came.
 
         Raises:
             ValueError: they are no messages.
@@ -254,7 +252,7 @@ class _DirectStream:
             (count,) = _COUNT.unpack_from(data, at)
             if not 0 < count <= FRAMES_LIMIT:
                 raise ValueError(f"a message of {count} frames")
-            table = _table(count)
+            table = _TABLES[count] if count < len(_TABLES) else _table(count)
             start = at + table.size
             if start > length:
                 break
@@ -502,7 +500,7 @@ class DirectTransport:
     def inbox(self, link: Link) -> list[Sequence[Buffer]] | None:
         """Return the messages that have come on a link that was taken; take one by removing it. None: it has ended."""
         stream = self._open[link]
-        return None if stream.end else stream.inbox
+        return None if stream.end else stream.received[0]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has come on the links that were taken, and take it in; send what was queued.
@@ -544,7 +542,7 @@ class DirectTransport:
             if stream is not None:
                 stream.into = None
                 if drops:
-                    stream.inbox.clear()
+                    stream.received[0].clear()
                 self._watch(stream)
                 self._deliver(stream)
 
@@ -578,10 +576,10 @@ class DirectTransport:
                 self._deliver(stream)
 
     def _deliver(self, stream: _DirectStream) -> None:
-        link, inbox = stream.link, stream.inbox
-        if inbox:
-            self._events += [Arrived(link, frames) for frames in inbox]
-            inbox.clear()
+        link, inbox = stream.link, stream.received[0]
+        for frames in inbox:
+            self._events.append(Arrived(link, frames))
+        inbox.clear()
         if stream.end:
             self._end(link, stream.end)
 
@@ -710,7 +708,7 @@ class DirectTransport:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream = pair.stream = self._streams[link] = _DirectStream(link, one)
         self._say(link, DirectKind.MARK, {})
-        self._sources[stream.fd] = lambda mask: self._news(stream, mask)
+        self._sources[stream.fd] = partial(self._news, stream)
         self._wait_for(stream.fd, 0)
         if pair.is_marked:
             self._start(link, stream)
