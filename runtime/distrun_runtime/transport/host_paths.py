@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -23,6 +24,7 @@ from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
+from distrun_runtime.protocol.message import BYTES, VIEW
 from distrun_runtime.transport.base import (
     Arrived,
     Down,
@@ -33,10 +35,13 @@ from distrun_runtime.transport.base import (
     Released,
     Transport,
 )
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.host_segments import NotShared, Segments
 
 MAGIC = b"DRKB"
 VERSION = 1
+LOOK_S = 0.05
+"""How often memory is looked after, if nothing wakes the polling thread."""
 LARGE_BYTES = 32 * 1024
 """Frames from this size on go by another path. For smaller ones a reference costs as much as the copies."""
 
@@ -44,6 +49,10 @@ _HEAD = struct.Struct("<4sBBHII")
 """Magic, version, kind, number of references, slot, generation."""
 _REFERENCE = struct.Struct("<IIQQ")
 """Number of the frame, segment, offset, length."""
+
+
+_UNREADABLE = (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared)
+"""What it raises to read what makes no sense."""
 
 
 class BulkKind(IntEnum):
@@ -98,7 +107,10 @@ class BulkTransport:
     ) -> None:
         self._inner = inner
         self.bind, self.connect, self.admitted, self.refused = inner.bind, inner.connect, inner.admitted, inner.refused
-        self.wake = inner.wake
+        self._is_woken = True
+        self._look_at = 0.0
+        self.direct = inner if isinstance(inner, DirectTransport) else None
+        """What a thread that has the turn takes links from."""
         self._offers = offers
         self._large_bytes = large_bytes
         self._segments = Segments(token, pools)
@@ -120,6 +132,7 @@ class BulkTransport:
 
     def proven(self, link: Link) -> None:
         """Both sides have proven themselves: look for better paths."""
+        self._inner.proven(link)
         self._proven.add(link)
         if link.startswith("in:") and self._offers:
             try:
@@ -131,7 +144,7 @@ class BulkTransport:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
-        if not self._segments.is_open(link):
+        if link not in self._segments.peers or max(map(BYTES, map(VIEW, frames))) < self._large_bytes:
             return self._inner.send(link, frames)
         table: list[bytes] = []
         rest = list(frames)
@@ -155,17 +168,16 @@ class BulkTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
-        self._segments.look()
-        for link, numbers in self._segments.announce().items():
-            self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
-        for link, numbers in self._segments.retract().items():
-            self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
-        in_use, self._in_use = self._in_use, []
-        for lease in in_use:
-            if lease.is_over:
-                self._events.append(Released(lease))
-            else:
-                self._in_use.append(lease)
+        if self._is_woken or time.monotonic() >= self._look_at:
+            self._is_woken = False
+            self._look()
+        if self._in_use:
+            in_use, self._in_use = self._in_use, []
+            for lease in in_use:
+                if lease.is_over:
+                    self._events.append(Released(lease))
+                else:
+                    self._in_use.append(lease)
         for event in self._inner.poll(0.0 if self._events else timeout_s):
             if isinstance(event, Arrived) and bytes(event.frames[0][:4]) == MAGIC:
                 self._arrived(event)
@@ -176,6 +188,30 @@ class BulkTransport:
                 self._events.append(event)
         events, self._events = self._events, []
         return events
+
+    def wake(self) -> None:
+        """End a `poll`; the next one looks whether there is new memory. Threads: any, and signal handlers."""
+        self._is_woken = True
+        self._inner.wake()
+
+    def _look(self) -> None:
+        """Tell peers of memory that has come or gone."""
+        self._look_at = time.monotonic() + LOOK_S
+        self._segments.look()
+        for link, numbers in self._segments.announce().items():
+            self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
+        for link, numbers in self._segments.retract().items():
+            self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
+
+    def inbox(self, link: Link) -> Sequence[Sequence[Buffer]] | None:
+        """Return the messages that have come on a link that was taken (`direct`), whole; None: it has ended."""
+        assert self.direct is not None
+        inbox = self.direct.inbox(link)
+        for place, frames in enumerate(inbox or ()):
+            if inbox and frames[0][:4] == MAGIC and frames[0][5] == BulkKind.CARRIED:
+                with contextlib.suppress(*_UNREADABLE):  # The polling thread finds it again.
+                    inbox[place] = self._whole(link, frames)
+        return inbox
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
@@ -216,7 +252,7 @@ class BulkTransport:
                 self._early[link] = frames  # The loop has not heard yet that the acceptor is proven.
             return
         try:
-            _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
+            _, version, kind, *_ = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError(f"data path version {version}; this program speaks version {VERSION}")
             if kind in {BulkKind.SEGMENTS, BulkKind.GONE}:
@@ -229,12 +265,8 @@ class BulkTransport:
             if kind != BulkKind.CARRIED:
                 self._control(link, frames)
                 return
-            whole = list(frames[1:])
-            table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
-            if len(table) != count:
-                raise WireError(f"a table of {len(table)} references, not of {count}")
-            self._segments.fill(whole, link, table, slot, generation)
-        except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
+            whole = self._whole(link, frames)
+        except _UNREADABLE as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
             reason = f"what it sent cannot be read: {type(err).__name__}: {err}"
             if link.startswith("in:"):
@@ -242,6 +274,16 @@ class BulkTransport:
             self._end(link, reason)
             return
         self._events.append(Arrived(link, whole))
+
+    def _whole(self, link: Link, frames: Sequence[Buffer]) -> list[Buffer]:
+        """Return the frames of a message, some of which are elsewhere."""
+        _, _, _, count, slot, generation = _HEAD.unpack_from(frames[0])
+        whole = list(frames[1:])
+        table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
+        if len(table) != count:
+            raise WireError(f"a table of {len(table)} references, not of {count}")
+        self._segments.fill(whole, link, table, slot, generation)
+        return whole
 
     def _end(self, link: Link, reason: str) -> None:
         self._inner.disconnect(link)

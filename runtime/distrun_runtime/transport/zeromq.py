@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.backend import Socket as _Compiled
@@ -120,7 +120,9 @@ class ZmqTransport:
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
         self._selector = selectors.DefaultSelector()
-        """Descriptors of all sockets; the data are the socket, None for `_wake_in`."""
+        """Descriptors of all sockets; the data are the socket, None for `_wake_in`, a number for those of `watch`."""
+        self._release: Callable[[], None] | None = None
+        self._retake: Callable[[bool], None] = lambda is_urgent: None
         self._touched: set[zmq.Socket[bytes]] = set()
         """Sockets that may have something that their descriptor does not tell."""
         self._router: zmq.Socket[bytes] | None = None
@@ -215,7 +217,7 @@ class ZmqTransport:
         out: zmq.Socket[bytes] | None = self._dealers.get(link)
         prefix = b""
         if out is None:
-            if self._router is None or not link.startswith("in:"):
+            if self._router is None or link not in self._inbound:
                 raise ConnectionError(f"no connection {link}")
             out, prefix = self._router, bytes.fromhex(link[3:])
         self._touched.add(out)
@@ -247,13 +249,22 @@ class ZmqTransport:
         self._is_asleep = True
         # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
         is_due = events or sources or self._is_woken
-        for key, _ in self._selector.select(0.0 if is_due else max(0.0, timeout_s)):
-            if key.data is not None:
-                sources.append(key.data)
-            else:
+        wait_s, news = 0.0 if is_due else max(0.0, timeout_s), []
+        if self._release is None:
+            news = self._selector.select(wait_s)
+        else:
+            self._release()
+            try:
+                news = self._selector.select(wait_s)
+            finally:
+                self._retake(bool(news))
+        self._is_asleep = self._is_woken = False
+        for key, _ in news:
+            if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
-        self._is_asleep = self._is_woken = False
+            elif isinstance(key.data, zmq.Socket):
+                sources.append(key.data)
         for source in sources:
             if source not in self._monitors:
                 self._take(source, events)
@@ -261,11 +272,22 @@ class ZmqTransport:
         for source in sources:
             if source in self._monitors:
                 events += self._monitored(source, self._monitors[source])
-        if self._inbound:
+        if self._inbound and time.monotonic() >= self._next_probe:
             events += self._probe()
         if self._admission.turned_away:
             events += self._admission.strangers()
         return events
+
+    def watch(self, fd: int) -> None:
+        """Have `poll` return when there is input at a descriptor, too."""
+        self._selector.register(fd, selectors.EVENT_READ, fd)
+
+    def share(self, release: Callable[[], None], retake: Callable[[bool], None]) -> None:
+        """Have `poll` call `release` before it waits, and `retake` afterwards: other threads may act meanwhile.
+
+        `retake` is told whether something has happened.
+        """
+        self._release, self._retake = release, retake
 
     def wake(self) -> None:
         """End a `poll`."""
@@ -366,10 +388,7 @@ class ZmqTransport:
         return Down(link, f"its connection closed, or it was silent for {duration(self._heartbeat.timeout_s)}")
 
     def _probe(self) -> list[Event]:
-        now = time.monotonic()
-        if now < self._next_probe:
-            return []
-        self._next_probe = now + PROBE_S
+        self._next_probe = time.monotonic() + PROBE_S
         events: list[Event] = []
         assert self._router is not None
         self._touched.add(self._router)

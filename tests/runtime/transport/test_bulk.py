@@ -210,7 +210,7 @@ def test_more_messages_than_there_are_slots_travel_as_bytes(
 def mapped_by(one: Pair, way: str) -> dict[int, Any]:
     """Return the segments of the opener that the acceptor has mapped (`out`), or the other way round."""
     side, link = (one.acceptor, one.link) if way == "out" else (one.opener, "server-0")
-    return side._segments._peers[link].mapped
+    return side._segments.peers[link].mapped
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -347,7 +347,7 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         import sys
         from distrun_runtime.transport import host_segments
         from distrun_runtime.arrays.shared_memory import Pool
-        host_segments._check_user = lambda one: None
+        host_segments.check_user = lambda one: None
         host_segments.Segments(%r, [Pool()]).take("server-0", {"socket": sys.argv[1], "nonce": sys.argv[2]})
         print("sent", flush=True)
         sys.stdin.read()
@@ -378,6 +378,7 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
 ) -> None:
     """They fill the queue of connections that nobody has accepted, until the next worker comes."""
     monkeypatch.setattr(host_segments, "ACCEPT_S", 0.0)
+    monkeypatch.setattr(host_paths, "LOOK_S", 0.0)
     one = pair()
     one.agree()
     acceptor = one.acceptor._segments
@@ -441,7 +442,7 @@ def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(pair: Ca
 
 
 def _peer(one: Pair) -> Any:
-    return one.acceptor._segments._peers[one.link]
+    return one.acceptor._segments.peers[one.link]
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 9])
@@ -597,7 +598,7 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
     monkeypatch.setattr("distrun_runtime.arrays.shared_memory.FIRST_BYTES", 1 << 16)
     one = pair()
     one.agree()
-    pool, mapped = one.pools[1], one.acceptor._segments._peers[one.link].mapped
+    pool, mapped = one.pools[1], one.acceptor._segments.peers[one.link].mapped
     first = one.array(100)
     if way == "named":
         lease, arrived = one.pass_on(b"", bytes_of(one.array()))
