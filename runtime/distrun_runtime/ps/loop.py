@@ -70,6 +70,10 @@ class _Hold:
     events: deque[Arrived | Down] = field(default_factory=deque)
 
 
+Known = Callable[[str, Sequence[Buffer], float], "list[role.Action] | None"]
+"""Returns what follows from a message, by link, frames and time; None: its bytes are not known (`ps.steady`)."""
+
+
 class Loop:
     """Runs one role over one transport.
 
@@ -84,6 +88,7 @@ class Loop:
         trace: Trace,
         *,
         engine: WorkEngine | None = None,
+        known: Known | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,6 +97,7 @@ class Loop:
         self._token = token
         self._trace = trace
         self._engine = engine
+        self._known = None if trace.has_messages else known
         self._publish = publish
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
@@ -198,6 +204,11 @@ class Loop:
         gate = self._gates.setdefault(link, _Gate(since=self._clock()))
         if gate.is_refused:
             return
+        if self._known is not None and gate.is_open and not self._later:
+            known = self._known(link, frames, self._clock())
+            if known is not None:
+                self._perform(known)
+                return
         is_stranger = gate.opener is None and not gate.is_open
         try:
             if is_stranger:
@@ -321,6 +332,12 @@ class Loop:
         match action:
             case role.Work():
                 return self._work(action, link, cause)
+            case role.SendFrames(link, frames, lent):
+                lease = self._send_frames(link, frames)
+                if lent is not None and lease is not None and not lease.is_over:
+                    assert self._engine is not None
+                    lent.keep()
+                    self._engine.sent((lent,), lease)
             case role.Send():
                 self._send(action.link, action.message)
             case role.Resolve():
@@ -409,8 +426,11 @@ class Loop:
         me = self._role.me
         if self._trace.has_messages:
             self._trace.sent(link, out)
+        return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+
+    def _send_frames(self, link: str, frames: Sequence[Buffer]) -> Lease | None:
         try:
-            return self._transport.send(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+            return self._transport.send(link, frames)
         except ConnectionError as err:
             logger.debug("send to %s failed: %s", link, err)
             return None
