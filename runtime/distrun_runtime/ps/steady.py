@@ -85,8 +85,8 @@ class _Steps:
         entries = self.entries.copy()
         entries["round"] = number
         own = {"request": int.from_bytes(head[_REQUEST], "little"), "step": int.from_bytes(head[_STEP], "little")}
-        own["entries"] = NO_ENTRIES if self.bucket is not None else entries
-        return role.Batch(self.batch.store, self.of.shards, Message(**{**vars(self.batch.message), **own}), entries)
+        asked = {**vars(self.batch.message), **own, "entries": NO_ENTRIES if self.bucket is not None else entries}
+        return role.Batch(self.batch.store, self.of.shards, Message(**asked), entries)
 
     def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
         """Return the answer with the values of a round, which are on one side of their arena."""
