@@ -186,7 +186,7 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues) -
     """
     known, side, place = values.rounds.get(number), values.side_of(of), 0
     lent = values.lent[side, of.index]
-    is_lent = lent.tobytes() != of.all(0)
+    is_lent = lent.tobytes() != of.none
     is_special = side < 0 or (is_lent and not lent.all()) or bool(values.encoded)
     if is_special or not (values.rule is None or values.is_flat(of.code)):
         return False

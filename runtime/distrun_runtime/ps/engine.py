@@ -44,8 +44,8 @@ from distrun_runtime.transport import base as transport
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
-SHARED = 5
-"""Times so much, where it comes in shared memory: then nothing has to be received in the meantime."""
+SHARED = 32
+"""Times so much, which no message has, where it comes in shared memory: nothing has to be received meanwhile."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """With more than this in the queue nothing more is received until the engine has caught up."""
 CLOSE_S = 2.0

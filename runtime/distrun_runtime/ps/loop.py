@@ -22,7 +22,7 @@ from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Reply, WorkEngine
-from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.replies import ReplyValues, refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
     Arrived,
@@ -366,10 +366,11 @@ class Loop:
                 return self._work(action, link, cause)
             case role.SendFrames(link, frames, lent):
                 lease = self._send_frames(link, frames)
-                if lent is not None and lease is not None and not lease.is_over:
+                if lent and lease is not None and not lease.is_over:
                     assert self._engine is not None
-                    lent.keep()
-                    self._engine.sent((lent,), lease)
+                    kept = ReplyValues(*lent)
+                    kept.keep()
+                    self._engine.sent((kept,), lease)
             case role.Resolve():
                 action.request.resolve(action.replies, action.error)
             case role.Resume():

@@ -152,11 +152,11 @@ class Pulls:
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
         store = pull.store
-        at = np.flatnonzero(pull.owed & self._due(pull))
+        at = (pull.owed & self._due(pull)).nonzero()[0]
         actions: list[role.Action] = []
         if own is not None and store.is_sync:
             pushed = np.maximum(store.last[store.row[own], pull.shards], store.ordered[pull.shards])
-            for place in np.flatnonzero(pull.rounds > pushed).tolist():
+            for place in (pull.rounds > pushed).nonzero()[0].tolist():
                 number = int(pull.rounds[place])
                 if store.waits_for_itself(int(pull.shards[place]), own, number):
                     name = store.name(int(pull.entries["key"][place]))

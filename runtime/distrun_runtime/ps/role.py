@@ -590,8 +590,8 @@ class SendFrames:
 
     link: Link
     frames: Sequence[Buffer]
-    lent: Any = None
-    """The values (`replies.ReplyValues`) that the frames refer to; they are kept if the transport reads on."""
+    lent: Sequence[Any] = ()
+    """The members of the `replies.ReplyValues` that the frames refer to: kept if the transport reads on."""
 
 
 @dataclass(frozen=True)

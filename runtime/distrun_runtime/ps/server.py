@@ -578,7 +578,8 @@ class Server:
             if kind is Kind.PUSH:
                 return [*actions, role.Send(link, answer(batch.message))]
             # The answer to both is that to the pull. It must not keep what was pushed.
-            batch = role.Batch(store, batch.shards, replace(batch.message, payloads=()), batch.entries)
+            told = Message(**{**vars(batch.message), "payloads": ()})
+            batch = role.Batch(store, batch.shards, told, batch.entries)
         self._counters.pulls += 1
         if store.is_relayed:
             return [*actions, *self._relay.pull(link, rank, batch, self._now)]

@@ -13,7 +13,6 @@ has changed nothing, for what is not known, is not in step, or comes while anyth
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
 
 Actions = list[role.Action]
-KNOWN = 4096
+KNOWN = 16384
 """So many messages of a store are known; the oldest goes."""
 _KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
 _STORE, _FRONT, _REQUEST, _LISTED, _STEP = slice(8, 10), slice(28), slice(28, 36), slice(36, 44), slice(44, 48)
@@ -70,9 +69,11 @@ class _Steps:
         if self.bucket is not None:
             step = int.from_bytes(head[_STEP], "little") - self.batch.message.step
             return int(self.batch.entries["round"][0]) + step if len(head) == _HEAD else -1
-        self.entries["round"] = number = int.from_bytes(head[_ROUND], "little")
-        is_same = head[_STEP] == bytes(4) and self.entries[1:].tobytes() == head[_OTHERS]
-        return number if is_same and len(head) == _HEAD + self.entries.nbytes else -1
+        number = int.from_bytes(head[_ROUND], "little")
+        if len(self.entries) > 1:
+            self.entries["round"] = number
+        others = self.entries[1:].tobytes() if len(self.entries) > 1 else b""
+        return number if head[_STEP] == bytes(4) and head[_OTHERS] == others else -1
 
     def given(self, frames: Sequence[Buffer]) -> PushedValues:
         """Return what the frames behind the body bring."""
@@ -94,14 +95,13 @@ class _Steps:
         if len(self.answered):
             self.answered["round"] = number
         shards = self.of.shards
-        lent = ReplyValues(values, shards, shards, np.array(side), 0)
         frames = self.of.frames.get(side)
         if frames is None:
-            frames = frames_of(replace(lent, sides=values.side[shards]))
+            frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
             if not isinstance(frames[0], bytes):  # else they are copies
                 self.of.frames[side] = frames
         made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
-        return role.SendFrames(self.link, [made, b"", *frames], lent)
+        return role.SendFrames(self.link, [made, b"", *frames], (values, shards, shards, side, 0))
 
 
 class Steady:
@@ -124,10 +124,8 @@ class Steady:
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
             steps = self._meet(name, values, link, frames)
-            if steps is None:
-                return None
-        number = steps.round_in(head)
-        if number < 0 or [memoryview(frame).nbytes for frame in frames[2:]] != steps.sizes:
+        number = -1 if steps is None else steps.round_in(head)
+        if steps is None or number < 0 or [memoryview(frame).nbytes for frame in frames[2:]] != steps.sizes:
             return None
         if steps.version != self._server.version:
             if not self._server.is_usual(link, steps.rank, steps.batch, steps.bucket):
@@ -183,7 +181,7 @@ class Steady:
         if found is None:
             index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
             layout = arithmetic.layout(values, shards, lengths)
-            found = ShardSet(shards, code, index, layout, size * itemsize)
+            found = ShardSet(shards, code, index, layout, size * itemsize, bytes(8 * len(shards)))
             values.plans[shards.tobytes(), lengths] = found
         return found
 
@@ -194,12 +192,12 @@ class Steady:
         of, store, server, row = steps.of, steps.batch.store, self._server, steps.row
         before, index = of.all(number - 1), of.index
         found = store.last[row, index].tobytes(), store.done[index].tobytes(), store.ordered[index].tobytes()
-        if found != (before,) * 3 or store.owed[row, index].tobytes() != of.all(0):
+        if found != (before,) * 3 or store.owed[row, index].tobytes() != of.none:
             return None
-        missing = np.add.reduce(store.last[:, index] < number, dtype=np.int64)
-        is_last = missing.tobytes() == of.all(1)
+        missing = store.last[:, index] < number
+        is_last = np.count_nonzero(missing) == len(of.shards)
         waiting = server.pulls.alike(store, of.shards, number) if is_last else []
-        if waiting is None or (not is_last and missing.min() == 1):
+        if waiting is None or (not is_last and np.add.reduce(missing, dtype=np.int64).min() == 1):
             return None
         is_shared = isinstance(memoryview(frames[2]).obj, np.ndarray)  # `transport.host_segments`
         given = steps.given(frames[2:])
@@ -215,7 +213,8 @@ class Steady:
             store.fresh[index] = False
             self._counters.updated(len(of.shards))
             server.pulls.answered(waiting)
-            actions = [self._answer(values, *pull.prepared) for pull in waiting]
+            side = values.side_of(of)
+            actions = [self._answer(values, side, *pull.prepared) for pull in waiting]
         if steps.batch.message.kind is Kind.PUSH:
             told = steps.answer[0] + bytes(frames[0])[_REQUEST] + bytes(12)
             return [*actions, role.SendFrames(steps.link, [told, b""])]
@@ -233,10 +232,10 @@ class Steady:
     def _pulled(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions:
         self._counters.pulls += 1
         if steps.batch.store.done[steps.of.shards[0]] == number:
-            return [self._answer(values, steps, bytes(frames[0]), number)]
+            return [self._answer(values, values.side_of(steps.of), steps, bytes(frames[0]), number)]
         prepared = steps, bytes(frames[0]), number
         return self._server.pulls.wait(steps.link, steps.rank, steps.pulled(*prepared[1:]), now, prepared)
 
-    def _answer(self, values: Values, steps: _Steps, head: bytes, number: int) -> role.Action:
+    def _answer(self, values: Values, side: int, steps: _Steps, head: bytes, number: int) -> role.Action:
         self._counters.bytes_out += steps.of.size
-        return steps.answer_to(head, number, values, values.side_of(steps.of))
+        return steps.answer_to(head, number, values, side)

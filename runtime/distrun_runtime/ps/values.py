@@ -74,6 +74,8 @@ class ShardSet:
     layout: Layout
     size: int
     """Bytes of their values."""
+    none: bytes
+    """What they have in a flat int64 array if all are 0 there."""
     targets: dict[int, list[Array]] = field(default_factory=dict)
     """By the side of the arena: what the runs of the layout have there."""
     frames: dict[int, list[Buffer]] = field(default_factory=dict)
