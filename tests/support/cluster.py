@@ -23,6 +23,7 @@ from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import ExportedMemory, NodeSession
+from distrun_runtime.ps.steady import Steady
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.store.link import group_of
@@ -128,7 +129,8 @@ def server_loop(
     engine = WorkEngine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.is_busy
-    return loop_of(server, transport, engine=engine, token=own.token, **more)
+    known = Steady(server, engine, counters).take
+    return loop_of(server, transport, engine=engine, known=known, token=own.token, **more)
 
 
 class Cluster:

@@ -254,7 +254,10 @@ class CpuDevice:
         """Write the sum of flat arrays into `out`, added from first to last."""
         if len(parts) == 1 and parts[0] is out:
             return
-        self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+        if len(out) <= CHUNK:
+            _sum(parts, out)
+        else:
+            self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), on several threads if there are enough elements."""

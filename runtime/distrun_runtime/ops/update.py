@@ -171,7 +171,7 @@ def step(
         rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
         state["updates"] = own["updates"]
 
-    if device is None:
+    if device is None or len(weight) <= CHUNK:
         step_over(slice(0, len(weight)))
     else:
         device.split(len(weight), step_over)

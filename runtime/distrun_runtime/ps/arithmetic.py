@@ -27,7 +27,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.shards import SYNC, Failure, Turn
-from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, Values
+from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, ShardSet, Values
 
 SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
@@ -67,16 +67,17 @@ def _elements(values: Values, frame: Buffer, code: int, scale: float) -> DeviceA
 
 def _packed(values: Values, batch: role.Batch, code: int) -> PushedValues:
     frames = [_elements(values, frame, code, batch.how.scale) for frame in batch.message.payloads]
-    found, places = _layout(values, batch.shards, tuple(map(len, frames)))
+    _, found, places = layout(values, batch.shards, tuple(map(len, frames)))
     return PushedValues(batch.shards, found, [frames[number][begin:end] for number, begin, end in places])
 
 
-def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
-    """Return the runs of shards whose elements came in frames of these sizes, and where each run's are: frame, begin,
-    end. A bucket comes again in every step, with the same array of shards: what it leads to is kept."""
+def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
+    """Return where the elements of shards are that came in frames of these sizes.
+
+    A bucket comes again in every step, with the same array of shards: what it leads to is kept."""
     known = values.layouts.get((id(shards), sizes))
     if known is not None and known.shards is shards:
-        return known.runs, known.places
+        return known
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
@@ -87,10 +88,10 @@ def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list
             begin = int(limits[number])
             number += 1
         places.append((number, run.offset - begin, run.offset - begin + run.end - run.begin))
-    values.layouts[id(shards), sizes] = Layout(shards, found, places)
+    made = values.layouts[id(shards), sizes] = Layout(shards, found, places)
     while len(values.layouts) > LAYOUTS:
         del values.layouts[next(iter(values.layouts))]
-    return found, places
+    return made
 
 
 def contributions(values: Values, batch: role.Batch) -> Iterator[tuple[int, Contribution]]:
@@ -160,6 +161,60 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
         for run, part in zip(given.runs, given.parts, strict=True):
             there = sums.view(run.begin, run.end)
             values.device.sum([there, part], there)
+
+
+def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *, is_much: bool) -> bool:
+    """Do what `add` does for contributions to just these shards; False: nothing was done.
+
+    Arguments:
+        is_much: only to be done if nothing has to be added now.
+    """
+    known = values.round_of(number)
+    new = np.count_nonzero(known.where[of.index] == 0)
+    if is_much and new < len(of.shards):
+        return False
+    known.open += new
+    add_given(values, known, of.code, given)
+    return True
+
+
+def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues) -> bool:
+    """Do what `apply` does for shards that are updated together; False: something is special, and nothing was done.
+
+    Arguments:
+        last: the last contributions of the round.
+    """
+    known, side, place = values.rounds.get(number), values.side_of(of), 0
+    lent = values.lent[side, of.index]
+    is_lent = lent.tobytes() != of.none
+    is_special = side < 0 or (is_lent and not lent.all()) or bool(values.encoded)
+    if is_special or not (values.rule is None or values.is_flat(of.code)):
+        return False
+    parts = [last.parts]
+    if known is not None:
+        place = int(known.where[of.shards[0]])
+        if known.lost or known.by_shard or known.by_rank or known.where[of.index].tobytes() != of.all(place):
+            return False
+        if place > 0:
+            if not known.held[place].is_like(last):
+                return False
+            parts.insert(0, known.held[place].parts)
+        elif place == SUM_IN_ARENA:
+            parts.insert(0, of.views(values.sums(known, of.code)))
+    addends = list(zip(*parts, strict=True))
+    if values.rule is not None:
+        _update(values, of.code, of.shards, last.runs, addends, turn=(SYNC, number), result=UpdateResult())
+    else:
+        side = values.free_side(side, of.shards) if is_lent else side
+        if side not in of.targets:
+            of.targets[side] = of.views(values.arenas[of.code], side)
+        for target, some in zip(of.targets[side], addends, strict=True):
+            values.device.sum(some, target)
+        values.side[of.index] = side
+    if known is not None:
+        known.held.pop(place, None)
+    values.forget_sums(number, of.shards)
+    return True
 
 
 def _add_encoded(values: Values, of: Round, batch: role.Batch) -> bool:

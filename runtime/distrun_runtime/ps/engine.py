@@ -39,11 +39,13 @@ from distrun_runtime.ps.replies import failed
 from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
-from distrun_runtime.ps.values import Values
+from distrun_runtime.ps.values import PushedValues, ShardSet, Values
 from distrun_runtime.transport import base as transport
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
+SHARED = 32
+"""Times so much, which no message has, where it comes in shared memory: nothing has to be received meanwhile."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """With more than this in the queue nothing more is received until the engine has caught up."""
 CLOSE_S = 2.0
@@ -157,6 +159,37 @@ class WorkEngine:
                 return None
             self._open -= 1
             return self._results.popleft()
+
+    # What is done while nothing is under way (`ps.steady`)
+
+    def values(self, number: int) -> Values | None:
+        """Return the arrays of a store; None: it has none, or they are not in host memory, or a profile is made."""
+        values = self._values.get(number)
+        return None if values is None or values.device.is_gpu or self._recorder.is_on else values
+
+    def does_now(
+        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, is_last: bool, is_shared: bool
+    ) -> bool:
+        """Do an Add (`arithmetic.add_alike`) or Apply (`apply_alike`) at once if it is little work; False: it is not.
+
+        If it fails, the next Apply of these shards does.
+
+        Arguments:
+            is_last: the round is complete with what is given.
+            is_shared: that is memory of the sender.
+        """
+        self._give_back()
+        began, is_much = time.monotonic(), of.size >= self._much_bytes * (SHARED if is_shared else 1)
+        try:
+            if not is_last:
+                return arithmetic.add_alike(values, number, of, given, is_much=is_much)
+            if is_much or not arithmetic.apply_alike(values, number, of, given):
+                return False
+        except Exception as err:
+            values.lose(number, of.shards, err, traceback.format_exc())
+            return False
+        self._worked.note(stages.ADD if values.rule is None else stages.RULE, began, time.monotonic())
+        return True
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Call `wake` when there are results to be taken. It is called by the engine's thread."""

@@ -22,7 +22,7 @@ from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Reply, WorkEngine
-from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.replies import ReplyValues, refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
     Arrived,
@@ -71,6 +71,10 @@ class _Hold:
     events: deque[Arrived | Down] = field(default_factory=deque)
 
 
+Known = Callable[[str, Sequence[Buffer], float], "list[role.Action] | None"]
+"""Returns what follows from a message, by link, frames and time; None: its bytes are not known (`ps.steady`)."""
+
+
 class Loop:
     """Runs one role over one transport.
 
@@ -85,6 +89,7 @@ class Loop:
         trace: Trace,
         *,
         engine: WorkEngine | None = None,
+        known: Known | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
         turn: AbstractContextManager[object] | None = None,
@@ -102,6 +107,7 @@ class Loop:
         self._token = token
         self._trace = trace
         self._engine = engine
+        self._known = None if trace.has_messages else known
         self._publish = publish
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
@@ -227,6 +233,11 @@ class Loop:
             gate = self._gates[link] = _Gate(since=self._clock())
         if gate.is_refused:
             return
+        if self._known is not None and gate.is_open and not self._later:
+            known = self._known(link, frames, self._clock())
+            if known is not None:
+                self._perform(known)
+                return
         is_stranger = gate.opener is None and not gate.is_open
         try:
             if is_stranger:
@@ -353,6 +364,13 @@ class Loop:
         match action:
             case role.Work():
                 return self._work(action, link, cause)
+            case role.SendFrames(link, frames, lent):
+                lease = self._send_frames(link, frames)
+                if lent and lease is not None and not lease.is_over:
+                    assert self._engine is not None
+                    kept = ReplyValues(*lent)
+                    kept.keep()
+                    self._engine.sent((kept,), lease)
             case role.Resolve():
                 action.request.resolve(action.replies, action.error)
             case role.Resume():
@@ -439,8 +457,11 @@ class Loop:
         me = self._role.me
         if self._trace.has_messages:
             self._trace.sent(link, out)
+        return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+
+    def _send_frames(self, link: str, frames: Sequence[Buffer]) -> Lease | None:
         try:
-            return self._transport.send(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+            return self._transport.send(link, frames)
         except ConnectionError as err:
             logger.debug("send to %s failed: %s", link, err)
             return None

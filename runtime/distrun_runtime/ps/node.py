@@ -31,6 +31,7 @@ from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.steady import Steady
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.reporting import publish
 from distrun_runtime.transport import direct
@@ -297,10 +298,11 @@ def serve(role: str) -> int:
     trace.log("INFO", f"event=bound endpoint={endpoint} host={config.host}")
     placement.say = trace.log
     BLOCKS.log_to(lambda text: trace.log("INFO", text))
-    engine = None
-    if role == "server":
+    engine, known = None, None
+    if isinstance(node, Server):
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
-    loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
+        known = Steady(node, engine, counters).take
+    loop = Loop(transport, node, config.token, trace, engine=engine, known=known, publish=publish)
     if environ.text("DISTRUN_METRICS_SOCKET"):
         reporting.offer_stacks()
         if isinstance(node, Server):

@@ -10,7 +10,7 @@ workers, "lent" is said of arrays of the script's that the store may still read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Pull:
     The answer for a later round of a shard may come first, if the one for its own comes with a shard that is late."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
+    prepared: Any = None
+    """How it is answered by `ps.steady`, if all of it is due at once."""
 
 
 class Pulls:
@@ -120,32 +122,41 @@ class Pulls:
             ranks: the workers that it is for.
             own: the worker whose contribution has come, if it is to come at all; None: that is not known.
         """
-        self._tickets += 1
-        store, shards = batch.store, batch.shards
-        rounds = batch.entries["round"].astype(np.int64)
-        owed = np.ones(len(shards), np.bool_)
-        rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
-        notice = role.WaitNotice(now)
-        self._remind_at = min(self._remind_at, notice.next)
-        what = (store, batch.message, batch.entries, shards, rounds)
-        pull = Pull(link, ranks[0], ranks, *what, notice, self._tickets, owed, rows)
+        pull, store = self._opened(link, ranks, batch, now), batch.store
+        if batch.message.payloads:
+            pull.rows = payloads_of(batch.entries, batch.message.payloads)
         if store.pending:
-            pull.before = {
-                at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
-            }
-        self._open[pull.ticket] = pull
-        np.add.at(store.owed[store.row[pull.rank]], shards, 1)
+            pending = ((at, store.pending.get(shard, ())) for at, shard in enumerate(batch.shards.tolist()))
+            pull.before = {at: set(each) for at, each in pending if each}
+        np.add.at(store.owed[store.row[pull.rank]], batch.shards, 1)
         actions = self._look(pull, own)
         return [*actions, *self._refuse_hopeless(pull)] if self._gone and pull.ticket in self._open else actions
+
+    def _opened(self, link: str, ranks: tuple[int, ...], batch: role.Batch, now: float) -> Pull:
+        self._tickets += 1
+        rounds, owed = batch.entries["round"].astype(np.int64), np.ones(len(batch.shards), np.bool_)
+        notice = role.WaitNotice(now)
+        self._remind_at = min(self._remind_at, notice.next)
+        what = (batch.store, batch.message, batch.entries, batch.shards, rounds)
+        pull = self._open[self._tickets] = Pull(link, ranks[0], ranks, *what, notice, self._tickets, owed)
+        return pull
+
+    def wait(self, link: str, rank: int, batch: role.Batch, now: float, prepared: Any) -> list[role.Action]:
+        """Take in a pull of shards each of which waits for its round, which `ps.steady` answers."""
+        pull = self._opened(link, (rank,), batch, now)
+        pull.prepared = prepared
+        pull.store.owed[pull.store.row[rank], pull.shards] += 1
+        self._watch(pull, int(pull.shards[0]))
+        return self._refuse_hopeless(pull) if self._gone else []
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
         store = pull.store
-        at = np.flatnonzero(pull.owed & self._due(pull))
+        at = (pull.owed & self._due(pull)).nonzero()[0]
         actions: list[role.Action] = []
         if own is not None and store.is_sync:
             pushed = np.maximum(store.last[store.row[own], pull.shards], store.ordered[pull.shards])
-            for place in np.flatnonzero(pull.rounds > pushed).tolist():
+            for place in (pull.rounds > pushed).nonzero()[0].tolist():
                 number = int(pull.rounds[place])
                 if store.waits_for_itself(int(pull.shards[place]), own, number):
                     name = store.name(int(pull.entries["key"][place]))
@@ -242,6 +253,29 @@ class Pulls:
             rows = tuple(pull.rows[place] or b"" for place in at[some].tolist()) if codec == codecs.ROWS else ()
             actions.append(role.Work(role.Lend(pull.ticket, store, shards[some], at[some], codec, params, rows)))
         return actions
+
+    def alike(self, store: Store, shards: Array, number: int) -> list[Pull] | None:
+        """Return the pulls that wait for a round of some shards, if `ps.steady` answers them all; None: it does not."""
+        if not self._waiting:
+            return []
+        first = store.number, int(shards[0])
+        others = self._waiting.keys() - {first} if len(shards) > 1 else ()
+        if others and not others.isdisjoint((store.number, shard) for shard in shards.tolist()):
+            return None
+        found = [pull for pull in self._waiting.get(first, {}).values() if pull.ticket in self._open]
+        for pull in found:
+            is_same = pull.shards is shards or np.array_equal(pull.shards, shards)
+            is_like = pull.prepared is not None and pull.rounds[0] == number and not pull.passed
+            if not is_same or not is_like or b"\0" in pull.owed.tobytes():
+                return None
+        return found
+
+    def answered(self, pulls: Sequence[Pull]) -> None:
+        """Forget pulls that were answered, all that waited for a round of the shards of the first."""
+        for pull in pulls:
+            del self._open[pull.ticket]
+            pull.store.owed[pull.store.row[pull.rank], pull.shards] -= 1
+            self._waiting.pop((pull.store.number, int(pull.shards[0])), None)
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
         """Shards are farther than before: lend what is due now."""

@@ -93,6 +93,10 @@ class ReplyValues:
             for code in np.unique(table.dtype[self.shards]).tolist()
         )
 
+    def keep(self) -> None:
+        """The values are not written until they are given back."""
+        self.values.lent[self.sides, self.shards] += 1
+
     def give_back(self) -> None:
         """The values may be written again; once."""
         if self.payloads is None:
@@ -103,7 +107,7 @@ def lend(values: Values, what: role.Lend) -> ReplyValues:
     """Keep the present values of shards for a pull: they are not written until they are given back."""
     lent = ReplyValues(values, what.shards, what.at, values.side[what.shards], what.codec)
     if not what.rows and what.codec == codecs.NONE:
-        values.lent[lent.sides, what.shards] += 1
+        lent.keep()
         return lent
     lent.payloads = []
     try:

@@ -584,6 +584,16 @@ class Send:
     message: Message
 
 
+@dataclass(frozen=True, eq=False)
+class SendFrames:
+    """Send a message whose frames are made already."""
+
+    link: Link
+    frames: Sequence[Buffer]
+    lent: Sequence[Any] = ()
+    """The members of the `replies.ReplyValues` that the frames refer to: kept if the transport reads on."""
+
+
 @dataclass(frozen=True)
 class Log:
     """One line of the log; `level` is a name of the logging module."""
@@ -648,7 +658,7 @@ class Resume:
     link: Link
 
 
-Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume]
+Action = Union[Connect, Send, SendFrames, Log, Publish, Work, Resolve, Note, Finish, Resume]
 
 
 class Role(Protocol):

@@ -53,6 +53,11 @@ class Rounds:
         self._logged: set[int] = set()
         """Stores with a failed update that was logged."""
 
+    @property
+    def waits_for_norms(self) -> bool:
+        """Whether any update does."""
+        return bool(self._norms.open)
+
     def stop(self) -> None:
         """The job is ending: no norms are waited for any more."""
         self._norms.open.clear()

@@ -114,9 +114,9 @@ class Server:
         self.me = config.identity(endpoint)
         self._config = config
         self._counters = counters or Counters()
-        self._pulls = Pulls(lambda: self.me)
-        self._rounds = Rounds(lambda: self.me, self._counters, self._pulls)
-        self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self._pulls)
+        self.pulls = Pulls(lambda: self.me)
+        self._rounds = Rounds(lambda: self.me, self._counters, self.pulls)
+        self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self.pulls)
         self._recorder = recorder or Recorder()
         self._held: list[Message] = []
         """SAVE and LOAD that wait until no update of their store is under way."""
@@ -134,6 +134,8 @@ class Server:
         self._over_rounds = 0
         """Rounds of the stores that are closed."""
         self._now = 0.0
+        self.version = 0
+        """Rises with every event: while it has not risen, only messages were taken in that are known (`ps.steady`)."""
         self._is_registered = False
         self._is_stopping = False
         self._failing = ""
@@ -157,6 +159,7 @@ class Server:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         self._now = now
+        self.version += 1
         if self._failing and not isinstance(event, role.Failing):
             return self._while_failing(event)
         match event:
@@ -196,7 +199,7 @@ class Server:
             actions += (action for message in held for action in self._states(message))
         if self._relay.stores:
             actions += self._relay.tick(now)
-        return [*actions, *self._pulls.remind(now)]
+        return [*actions, *self.pulls.remind(now)]
 
     def counters(self) -> dict[str, float]:
         """Return what the agent is told (`metrics`)."""
@@ -205,7 +208,7 @@ class Server:
             "keys": sum(len(store.by_key) for store in stores),
             "bytes": sum(store.bytes for store in stores),
             "rounds": self._over_rounds + sum(int(store.changed_rounds().max()) for store in stores),
-            "waiting": self._pulls.count,
+            "waiting": self.pulls.count,
             **self._counters.to_metrics(),
         }
 
@@ -251,7 +254,7 @@ class Server:
         # The scheduler judges deaths; here the worker's open requests are forgotten.
         self._servers.discard(event.link)
         self._ranks.pop(event.link, None)
-        return [*self._pulls.drop(event.link), *self._lost_peer(event)]
+        return [*self.pulls.drop(event.link), *self._lost_peer(event)]
 
     def _lost_peer(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
         """A connection that we opened to another server has ended.
@@ -293,8 +296,8 @@ class Server:
                     store.left.add(rank)
                 return [*self._excused(message.store), role.Send(role.SCHEDULER_LINK, answer(message))]
             case Kind.LEFT:
-                hopeless = self._pulls.ended(message.body["rank"], message.body["who"])
-                advanced = (action for store in self._stores.values() for action in self._pulls.all_advanced(store))
+                hopeless = self.pulls.ended(message.body["rank"], message.body["who"])
+                advanced = (action for store in self._stores.values() for action in self.pulls.all_advanced(store))
                 return [*hopeless, *advanced]
             case Kind.LOST:
                 return self._lost(message)
@@ -338,7 +341,7 @@ class Server:
         rank = role.worker_rank(who)
         if rank is None:
             self._rounds.stop()
-        return [told, *self._pulls.drop_all(reason, who, rank)]
+        return [told, *self.pulls.drop_all(reason, who, rank)]
 
     def _cleared(self, what: role.Clear) -> list[role.Action]:
         """The engine has forgotten the script that is over, or a store that is closed; so do we.
@@ -348,7 +351,7 @@ class Server:
         told = role.Send(role.SCHEDULER_LINK, answer(what.message))
         if what.store is not None:
             return [*self._forget(what.store), told]
-        forgotten = self._pulls.clear()
+        forgotten = self.pulls.clear()
         self._rounds.clear()
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
@@ -374,7 +377,7 @@ class Server:
         known = [store for store in (mine, others) if store is not None]
         return [
             *(self._refuse(role.SCHEDULER_LINK, message, text) for message in waiting),
-            *(action for store in known for action in self._pulls.drop_store(store)),
+            *(action for store in known for action in self.pulls.drop_store(store)),
         ]
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:
@@ -483,11 +486,11 @@ class Server:
         batch = role.Batch(store, shards, message, entries)
         if is_push:
             self._counters.pushes += 1
-            self._sample(ranks, batch)
+            self.sample(ranks, batch, rounds, self._now)
             pushed = self._rounds.push(link, ranks, batch, int(message.body["first"]))
             return [*pushed, role.Send(link, answer(message))]
         self._counters.pulls += 1
-        return self._pulls.take(link, tuple(ranks), batch, self._now, message.body.get("own"))
+        return self.pulls.take(link, tuple(ranks), batch, self._now, message.body.get("own"))
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
         missed = self._missed(rank, store, message)
@@ -570,18 +573,19 @@ class Server:
             self._counters.pushes += 1
             if not store.is_sync:
                 return [role.Work(role.Step(link, rank, batch), reports=True, holds=link)]
-            self._sample((rank,), batch)
+            self.sample((rank,), batch, batch.entries["round"], self._now)
             actions += self._relay.push(rank, batch) if store.is_relayed else self._rounds.push(link, (rank,), batch)
             if kind is Kind.PUSH:
                 return [*actions, role.Send(link, answer(batch.message))]
             # The answer to both is that to the pull. It must not keep what was pushed.
-            batch = role.Batch(store, batch.shards, replace(batch.message, payloads=()), batch.entries)
+            told = Message(**{**vars(batch.message), "payloads": ()})
+            batch = role.Batch(store, batch.shards, told, batch.entries)
         self._counters.pulls += 1
         if store.is_relayed:
             return [*actions, *self._relay.pull(link, rank, batch, self._now)]
-        return [*actions, *self._pulls.take(link, (rank,), batch, self._now, rank)]
+        return [*actions, *self.pulls.take(link, (rank,), batch, self._now, rank)]
 
-    def _sample(self, ranks: Sequence[int], batch: role.Batch) -> None:
+    def sample(self, ranks: Sequence[int], batch: role.Batch, rounds: Array | Sequence[int], now: float) -> None:
         """Note when contributions come to one shard of a store: the first that was ever pushed."""
         if not len(batch.shards):
             return
@@ -594,7 +598,31 @@ class Server:
             if store.is_relayed:
                 members = self._relay.stores[relayed(store.number)].members
             excused = len(store.excused().intersection(members)) if store.joined or store.left else 0
-            lags.contributed(ranks, int(batch.entries["round"][0]), len(members) - excused, self._now)
+            lags.contributed(ranks, int(rounds[0]), len(members) - excused, now)
+
+    # Messages that come again and again (`ps.steady`)
+
+    def plain(self, link: str, message: Message) -> tuple[int, role.Batch, object] | None:
+        """Return whose push or pull of plain values it is, what it is about, and the bucket that it names, if it does;
+        None: it is no such message, or something is wrong with it."""
+        rank, store = self._ranks.get(link, -1), self._stores.get(message.store)
+        is_other = message.is_reply or message.is_error or message.is_relayed or bool(message.body)
+        if store is None or is_other or rank not in store.members.places or message.epoch != store.members.epoch:
+            return None
+        entries, shards, wrong, is_plain = self._entries(rank, store, message)
+        wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
+        is_named = bool(message.bucket)
+        if wrong or not len(entries) or is_named == bool(len(message.entries)) or entries["codec"].any():
+            return None
+        batch = role.Batch(store, shards, replace(message, payloads=()), entries)  # what was pushed is not kept
+        return rank, batch, self._buckets.get((rank, store.number, message.bucket))
+
+    def is_usual(self, link: str, rank: int, batch: role.Batch, bucket: object) -> bool:
+        """Whether `plain` still returns these, and nothing unusual is under way in the store, but for single shards."""
+        store = batch.store
+        is_here = self._stores.get(store.number) is store and self._ranks.get(link) == rank
+        is_same = self._buckets.get((rank, store.number, batch.message.bucket)) is bucket
+        return is_here and is_same and store.is_usual and not self._failing and not self._rounds.waits_for_norms
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
@@ -659,7 +687,7 @@ class Server:
             "keys": len(store.by_key) if store is not None else 0,
             "pieces": store.count if store is not None else 0,
             "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
-            "queue": self._pulls.of_store(number),
+            "queue": self.pulls.of_store(number),
             "device": "" if store is None else store.device,
             **self._counters.to_json(),
         }
@@ -782,7 +810,7 @@ class Server:
         store = self._store(number)
         return [
             *self._rounds.complete_all(store),
-            *self._pulls.all_advanced(store),
+            *self.pulls.all_advanced(store),
             *self._relay.excused(number),
         ]
 

@@ -296,6 +296,13 @@ class Store:
             self.last[:, : self.count] = self.last[:, : self.count].max(axis=0)
 
     @property
+    def is_usual(self) -> bool:
+        """Whether it is synchronous, all workers take part, and nothing is noted of single shards."""
+        noted = (self.early, self.failed, self.late, self.skipping, self.skipped, self.pending, self.joined, self.left)
+        is_special = not self.is_sync or self.is_deterministic or self.needs_norms
+        return not (is_special or any(noted) or any(self.again.values()))
+
+    @property
     def is_relayed(self) -> bool:
         """Whether its shards are on other servers (`ps.relay`)."""
         return self.number < 0

@@ -5,7 +5,8 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -59,6 +60,34 @@ class PushedValues:
                     parts.append(piece)
                     offset += len(piece)
         return PushedValues(self.shards[at], found, parts)
+
+
+@dataclass(eq=False)
+class ShardSet:
+    """Shards of one dtype whose values come by one message again and again (`ps.steady`)."""
+
+    shards: Array
+    code: int
+    """Of their dtype."""
+    index: slice | Array
+    """Indexes flat arrays by them: a slice where they follow each other, which is quicker."""
+    layout: Layout
+    size: int
+    """Bytes of their values."""
+    none: bytes
+    """What they have in a flat int64 array if all are 0 there."""
+    targets: dict[int, list[Array]] = field(default_factory=dict)
+    """By the side of the arena: what the runs of the layout have there."""
+    frames: dict[int, list[Buffer]] = field(default_factory=dict)
+    """By the side: the values as an answer has them."""
+
+    def views(self, arena: Arena, side: int = 0) -> list[DeviceArray]:
+        """Return what the runs have in an arena."""
+        return [arena.view(run.begin, run.end, side) for run in self.layout.runs]
+
+    def all(self, number: int) -> bytes:
+        """Return the bytes that the shards have in a flat int64 array if all have this number there."""
+        return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards)
 
 
 class Layout(NamedTuple):
@@ -166,6 +195,8 @@ class Values:
         """Of shards that are on a GPU."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""
+        self.plans: dict[Hashable, Any] = {}
+        """What is known of messages that come again (`ps.steady`), and their `ShardSet`s."""
         self.rounds: dict[int, Round] = {}
         self.spare_sums: dict[int, list[Arena]] = {}
         """Arenas of sums that are not used at the moment: memory that was written once stays."""
@@ -215,6 +246,7 @@ class Values:
             arena.make_on(device)
         self.device = device
         self.store.device = device.name
+        self.plans.clear()
 
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas in use: of values, states, and sums of open rounds."""
@@ -288,6 +320,11 @@ class Values:
             arena.take_back(extent.get(code, (0, 0)))
         known = shards[shards < len(self.at)]
         self.at[known], self.side[known] = 0, 0
+
+    def side_of(self, of: ShardSet) -> int:
+        """Return the side that has the present values of all these shards; -1: they are on several."""
+        side = int(self.side[of.shards[0]])
+        return side if self.side[of.index].tobytes() == of.all(side) else -1
 
     def codes(self, shards: Array) -> list[tuple[int, Array, Array | None]]:
         """Return each code of dtype among shards, those that have it, and where these are among all; None: they are

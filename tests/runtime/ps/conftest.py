@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -13,12 +14,15 @@ from cluster import PATHS, Cluster
 from delays import delay
 from history_server import History
 
+from distrun_runtime.ps.steady import Steady
+
 
 @pytest.fixture(params=sorted(PATHS))
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     """Makes a job whose messages take one of the paths; the arguments are `Cluster`'s.
 
-    On the path within the process, stores of all workers are those of a group (`cluster.AS_GROUP`).
+    On the path within the process, stores of all workers are those of a group (`cluster.AS_GROUP`). There and over TCP,
+    the servers know every second message by its bytes (`ps.steady`), else all that they can.
 
     Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own. Not where a
     module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first.
@@ -26,7 +30,19 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     if not getattr(request.module, "COUNTS_MESSAGES", False):
         delay(monkeypatch, request.node.nodeid)
     monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
+    if request.param in ("inproc", "tcp"):
+        alternate(monkeypatch)
     return partial(Cluster, over=PATHS[request.param])
+
+
+def alternate(patch: pytest.MonkeyPatch) -> None:
+    """Have servers know only every second of the messages that they know by their bytes."""
+    take, number = Steady.take, itertools.count()
+
+    def take_or_not(self: Steady, *arguments: Any) -> Any:
+        return take(self, *arguments) if next(number) % 2 else None
+
+    patch.setattr(Steady, "take", take_or_not)
 
 
 @pytest.fixture

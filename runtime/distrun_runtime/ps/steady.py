@@ -1,0 +1,241 @@
+"""Messages that come again in every step: a server knows them by their bytes, and does at once what they ask for.
+
+In training, a worker sends the same messages in every step. In their heads only the number of the request and the round
+differ. What all the rest leads to is worked out when such a message has come twice, and kept (`_Steps`). From then on
+the message is known by a look-up and a comparison: its values are kept, or complete the sum of their round, and the
+answers have heads that were made before and refer to the arenas.
+
+All tables (`shards.Store`, `values.Values`, pulls that wait, counters) are left as `server.Server` and the engine leave
+them, and the same bytes are sent. So messages that are known and others may alternate at will. `take` returns None, and
+has changed nothing, for what is not known, is not in step, or comes while anything unusual is under way in its store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.errors import WireError
+from distrun_runtime.protocol import message as wire
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload
+from distrun_runtime.ps import arithmetic, role
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.engine import WorkEngine
+from distrun_runtime.ps.loop import ROLE_CODES
+from distrun_runtime.ps.replies import ReplyValues, frames_of
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.values import PushedValues, ShardSet, Values
+
+Actions = list[role.Action]
+KNOWN = 16384
+"""So many messages of a store are known; the oldest goes."""
+_KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
+_STORE, _FRONT, _REQUEST, _LISTED, _STEP = slice(8, 10), slice(28), slice(28, 36), slice(36, 44), slice(44, 48)
+"""Places in a head (`protocol.message`): the store; all before the number of the request; that; how many entries there
+are, and the bucket; the step."""
+_HEAD, _FIRST, _ROUND, _OTHERS = 48, slice(48, 72), slice(72, 80), slice(80, None)
+"""Bytes of a head; of its first entry all before the round, and that; the other entries."""
+
+
+@dataclass(eq=False)
+class _Steps:
+    """What a message leads to that comes again and again: all but the values, the round and its number."""
+
+    link: str
+    rank: int
+    batch: role.Batch
+    """What it is about, at the round at which it was worked out."""
+    bucket: object
+    """What the server knows of the bucket that it names; None: it has entries."""
+    of: ShardSet
+    sizes: list[int]
+    """Bytes of the frames that it brings."""
+    row: int
+    """Of the worker in the tables of the store."""
+    entries: Array
+    """Those of a message; their rounds are the last ones that were asked for."""
+    answered: Array
+    """Those of an answer, likewise; none if it names the bucket."""
+    answer: tuple[bytes, bytes]
+    """The head of an answer: what is before the number of the request, and what is between that and the step."""
+    version: int = -1
+    """Of the server, when nothing unusual was under way."""
+
+    def round_in(self, head: bytes) -> int:
+        """Return the round that a message is about; -1: it differs in more than that."""
+        if self.bucket is not None:
+            step = int.from_bytes(head[_STEP], "little") - self.batch.message.step
+            return int(self.batch.entries["round"][0]) + step if len(head) == _HEAD else -1
+        number = int.from_bytes(head[_ROUND], "little")
+        if len(self.entries) > 1:
+            self.entries["round"] = number
+        others = self.entries[1:].tobytes() if len(self.entries) > 1 else b""
+        return number if head[_STEP] == bytes(4) and head[_OTHERS] == others else -1
+
+    def given(self, frames: Sequence[Buffer]) -> PushedValues:
+        """Return what the frames behind the body bring."""
+        arrays = [np.frombuffer(frame, DTYPES[self.of.code]) for frame in frames]
+        _, found, places = self.of.layout
+        return PushedValues(self.of.shards, found, [arrays[at][begin:end] for at, begin, end in places])
+
+    def pulled(self, head: bytes, number: int) -> role.Batch:
+        """Return what a message asks for, without what it brings."""
+        entries = self.entries.copy()
+        entries["round"] = number
+        own = {"request": int.from_bytes(head[_REQUEST], "little"), "step": int.from_bytes(head[_STEP], "little")}
+        asked = {**vars(self.batch.message), **own, "entries": NO_ENTRIES if self.bucket is not None else entries}
+        return role.Batch(self.batch.store, self.of.shards, Message(**asked), entries)
+
+    def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
+        """Return the answer with the values of a round, which are on one side of their arena."""
+        front, middle = self.answer
+        if len(self.answered):
+            self.answered["round"] = number
+        shards = self.of.shards
+        frames = self.of.frames.get(side)
+        if frames is None:
+            frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
+            if not isinstance(frames[0], bytes):  # else they are copies
+                self.of.frames[side] = frames
+        made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
+        return role.SendFrames(self.link, [made, b"", *frames], (values, shards, shards, side, 0))
+
+
+class Steady:
+    """Does at once what messages ask for that a server knows. Threads: the loop's, while the engine is not busy."""
+
+    def __init__(self, server: Server, engine: WorkEngine, counters: Counters) -> None:
+        self._server = server
+        self._engine = engine
+        self._counters = counters
+
+    def take(self, link: str, frames: Sequence[Buffer], now: float) -> Actions | None:
+        """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
+        head = bytes(frames[0])
+        if len(head) < _HEAD or head[6] not in _KINDS or len(frames) < 2 or len(frames[1]):
+            return None
+        values = self._engine.values(int.from_bytes(head[_STORE], "little"))
+        if values is None:
+            return None
+        name = (link, head[_FRONT], head[_LISTED], head[_FIRST])
+        steps = values.plans.get(name)
+        if not isinstance(steps, _Steps):
+            steps = self._meet(name, values, link, frames)
+        number = -1 if steps is None else steps.round_in(head)
+        if steps is None or number < 0 or [memoryview(frame).nbytes for frame in frames[2:]] != steps.sizes:
+            return None
+        if steps.version != self._server.version:
+            if not self._server.is_usual(link, steps.rank, steps.batch, steps.bucket):
+                return None
+            steps.version = self._server.version
+        act = self._push if steps.sizes else self._pull
+        return act(steps, values, [head, *frames[1:]], number, now)
+
+    # What is known
+
+    def _meet(self, name: Hashable, values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
+        """Note that a message came; at the second, fourth, eighth ... time, work out what it leads to."""
+        times = values.plans.pop(name, 0) + 1
+        steps = self._worked_out(values, link, frames) if times > 1 and not times & (times - 1) else None
+        values.plans[name] = steps or times
+        while len(values.plans) > KNOWN:
+            del values.plans[next(iter(values.plans))]
+        return steps
+
+    def _worked_out(self, values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
+        try:
+            message = wire.decode(frames)
+        except WireError:
+            return None
+        found = self._server.plain(link, message)
+        if found is None:
+            return None
+        rank, batch, bucket = found
+        store, entries = batch.store, batch.entries
+        is_alike = not ((entries["round"] != entries["round"][0]) | (entries["dtype"] != entries["dtype"][0])).any()
+        is_packed = not frames[2:] or len(entries) == 1 or entries["payload"][0] == Payload.PACKED
+        if not is_alike or not is_packed or store.row_size[batch.shards].any():
+            return None
+        sizes = [memoryview(frame).nbytes for frame in frames[2:]]
+        of = self._shard_set(values, batch.shards, sizes)
+        if not of.size:
+            return None
+        answered = (entries if bucket is None else NO_ENTRIES).copy()
+        answered["payload"] = Payload.PACKED
+        reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
+        me = self._server.me
+        head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
+        what = (bucket, of, sizes, int(store.row[rank]), entries.copy(), answered)
+        return _Steps(link, rank, batch, *what, (head[_FRONT], head[_LISTED]))
+
+    def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
+        """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
+        first, code = int(shards[0]), int(values.store.dtype[shards[0]])
+        itemsize = DTYPES[code].itemsize
+        size = int(values.store.length[shards].sum())
+        lengths = tuple(each // itemsize for each in sizes) or (size,)
+        found = values.plans.get((shards.tobytes(), lengths))
+        if found is None:
+            index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
+            layout = arithmetic.layout(values, shards, lengths)
+            found = ShardSet(shards, code, index, layout, size * itemsize, bytes(8 * len(shards)))
+            values.plans[shards.tobytes(), lengths] = found
+        return found
+
+    # What messages ask for
+
+    def _push(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions | None:
+        """Take in a contribution to the round that is open, if all of its shards miss others, or none does."""
+        of, store, server, row = steps.of, steps.batch.store, self._server, steps.row
+        before, index = of.all(number - 1), of.index
+        found = store.last[row, index].tobytes(), store.done[index].tobytes(), store.ordered[index].tobytes()
+        if found != (before,) * 3 or store.owed[row, index].tobytes() != of.none:
+            return None
+        missing = store.last[:, index] < number
+        is_last = np.count_nonzero(missing) == len(of.shards)
+        waiting = server.pulls.alike(store, of.shards, number) if is_last else []
+        if waiting is None or (not is_last and np.add.reduce(missing, dtype=np.int64).min() == 1):
+            return None
+        is_shared = isinstance(memoryview(frames[2]).obj, np.ndarray)  # `transport.host_segments`
+        given = steps.given(frames[2:])
+        if not self._engine.does_now(values, number, of, given, is_last=is_last, is_shared=is_shared):
+            return None
+        self._counters.bytes_in += of.size
+        self._counters.pushes += 1
+        server.sample((steps.rank,), steps.batch, (number,), now)
+        store.last[row, index] = number
+        actions: Actions = []
+        if is_last:
+            store.ordered[index] = store.done[index] = number
+            store.fresh[index] = False
+            self._counters.updated(len(of.shards))
+            server.pulls.answered(waiting)
+            side = values.side_of(of)
+            actions = [self._answer(values, side, *pull.prepared) for pull in waiting]
+        if steps.batch.message.kind is Kind.PUSH:
+            told = steps.answer[0] + bytes(frames[0])[_REQUEST] + bytes(12)
+            return [*actions, role.SendFrames(steps.link, [told, b""])]
+        return [*actions, *self._pulled(steps, values, frames, number, now)]
+
+    def _pull(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions | None:
+        """Answer a pull of the worker's last round, or let it wait for the one that is open."""
+        of, store = steps.of, steps.batch.store
+        wanted, done = of.all(number), store.done[of.index].tobytes()
+        is_in_step = store.last[steps.row, of.index].tobytes() == wanted and done in {wanted, of.all(number - 1)}
+        if not is_in_step or values.side_of(of) < 0:
+            return None
+        return self._pulled(steps, values, frames, number, now)
+
+    def _pulled(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions:
+        self._counters.pulls += 1
+        if steps.batch.store.done[steps.of.shards[0]] == number:
+            return [self._answer(values, values.side_of(steps.of), steps, bytes(frames[0]), number)]
+        prepared = steps, bytes(frames[0]), number
+        return self._server.pulls.wait(steps.link, steps.rank, steps.pulled(*prepared[1:]), now, prepared)
+
+    def _answer(self, values: Values, side: int, steps: _Steps, head: bytes, number: int) -> role.Action:
+        self._counters.bytes_out += steps.of.size
+        return steps.answer_to(head, number, values, side)

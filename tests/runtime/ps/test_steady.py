@@ -1,0 +1,465 @@
+"""Messages that a server knows by their bytes: they leave the same tables, and are answered with the same bytes, as if
+the server did not know them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pytest
+from history_server import History, Piece, data, node, raw, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrun_runtime.arrays.device import CpuDevice
+from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.protocol import message as protocol
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Entry, Kind, Message, Payload
+from distrun_runtime.ps.engine import MUCH_BYTES, WorkEngine
+from distrun_runtime.ps.pulls import Pull
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.shards import MANY
+from distrun_runtime.ps.values import Round, Values
+from distrun_runtime.transport.base import Arrived, Down, Event
+
+FLOAT32, FLOAT16, INT32 = 0, 2, 4
+SIZES = {0: 2, 1: 3, 2: 1, 3: 5, 4: 4, 5: 2}
+CODES = {0: FLOAT32, 1: FLOAT32, 2: FLOAT32, 3: FLOAT32, 4: FLOAT16, 5: INT32}
+"""Keys with their elements and dtypes."""
+LISTS = ((0,), (0, 1), (0, 1, 2, 3), (3, 1), (2,), (4,), (5,))
+"""What messages are about: lists of keys that overlap, one of them not in order."""
+
+
+@dataclass
+class Worker:
+    """What a worker remembers."""
+
+    rounds: dict[int, int] = field(default_factory=lambda: dict.fromkeys(SIZES, 0))
+    buckets: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
+    """List to the number of its bucket, and the rounds at its step 0."""
+
+
+class Twins:
+    """Two servers that hear the same: one knows messages by their bytes, the other never does."""
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        buckets: bool,
+        frames: str = "one",
+        shared: bool = False,
+        much_bytes: int = MUCH_BYTES,
+    ) -> None:
+        """Make them.
+
+        Arguments:
+            buckets: workers name lists by buckets.
+            frames: of a push: `one`; `two`, the first value in one of its own; `each`, one for each entry.
+            shared: what they push is their memory.
+            much_bytes: from so many on, the engine's thread does the work.
+        """
+        self.workers, self.buckets, self.frames, self.shared = workers, buckets, frames, shared
+        self.known = 0
+        self._stack = ExitStack()
+        self.servers = [self._stack.enter_context(History(workers=workers, has_keys=False)) for _ in range(2)]
+        for server in self.servers:
+            engine_of(server)._much_bytes = much_bytes
+        first, second = self.servers
+        assert first._loop._known is not None
+        take = first._loop._known
+
+        def counted(link: str, frames: Sequence[Buffer], now: float) -> Any:
+            found = take(link, frames, now)
+            self.known += found is not None
+            return found
+
+        first._loop._known, second._loop._known = counted, None
+        self.memory = [Worker() for _ in range(workers)]
+        self.requests = 1000
+        self.links = ["w%d" % rank for rank in range(workers)]
+        for keys in ((0, 1, 2, 3), (4,), (5,)):
+            self.init(keys)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def tell(self, *events: Event) -> None:
+        """Let both hear of something, and compare what they sent and what they know."""
+        sent = []
+        for server in self.servers:
+            begin = len(server.transport.sent)
+            server.step(*events)
+            new = server.transport.sent[begin:]
+            said = [(link, [bytes(frame) for frame in frames]) for link, frames in new]
+            # What the engine's thread does is told later than what is done at once: each connection by itself.
+            sent.append(sorted(said, key=itemgetter(0)))
+        assert sent[0] == sent[1]
+        first, second = map(state_of, self.servers)
+        assert first == second
+
+    def hear(self, link: str, message: Message) -> None:
+        self.requests += 1
+        head, *told = [bytes(memoryview(frame)) for frame in protocol.encode(replace(message, request=self.requests))]
+        shared = [raw(np.frombuffer(frame, np.uint8)) if self.shared and frame else frame for frame in told]
+        self.tell(Arrived(link, [head, *shared]))
+
+    def init(self, keys: Sequence[int]) -> None:
+        entries = [Entry(key, 0, SIZES[key], 0, CODES[key], 0, Payload.PACKED) for key in keys]
+        elements = np.zeros(sum(SIZES[key] for key in keys), DTYPES[CODES[keys[0]]])
+        names, shapes = [[key, "k%d" % key] for key in keys], {str(key): [SIZES[key]] for key in keys}
+        body = {"type": "dist_sync", "names": names, "shapes": shapes}
+        self.hear(
+            "w0", Message(Kind.INIT, 1, entries=protocol.entries_of(entries), payloads=[raw(elements)], body=body)
+        )
+
+    def call(self, kind: Kind, rank: int, number: int, values: int = 1, **odd: Any) -> None:
+        """Let a worker push or pull a list of keys as it would: by its bucket where it can.
+
+        Arguments:
+            number: of the list.
+            values: what the elements are.
+            odd: what is not as usual: `body`, `rounds` (added), `short` (elements missing), `priority`.
+        """
+        keys, worker = LISTS[number], self.memory[rank]
+        if kind is not Kind.PULL:
+            for key in keys:
+                worker.rounds[key] += 1
+        bucket, step, named = 0, 0, False
+        if self.buckets:
+            bucket, base = worker.buckets.get(number, (0, {}))
+            steps = {worker.rounds[key] - base[key] for key in keys} if bucket else set()
+            named = len(steps) == 1 and min(steps) >= 0
+            if named:
+                step = steps.pop()
+            elif kind is not Kind.PULL:
+                # Few numbers: most of them are given again to other lists.
+                bucket = number % 3 + 1
+                for other in [other for other, known in worker.buckets.items() if known[0] == bucket]:
+                    del worker.buckets[other]
+                worker.buckets[number] = bucket, {key: worker.rounds[key] for key in keys}
+            else:
+                bucket = 0
+        step = max(0, step + (odd.get("rounds", 0) if named else 0))
+        added = 0 if named else odd.get("rounds", 0)
+        brings = kind is not Kind.PULL
+        is_each = self.frames == "each" and not bucket
+        payload = Payload.FRAME if is_each else Payload.PACKED
+        entries = [
+            Entry(key, 0, SIZES[key], max(0, worker.rounds[key] + added), CODES[key], 0, payload * brings)
+            for key in keys
+        ]
+        payloads: list[Buffer] = []
+        if brings:
+            count = sum(SIZES[key] for key in keys) - odd.get("short", 0)
+            elements = np.arange(values, values + count).astype(DTYPES[CODES[keys[0]]])
+            ends = np.cumsum([SIZES[key] for key in keys])[:-1]
+            cuts = ends if is_each else ends[:1] if self.frames == "two" else ends[:0]
+            payloads = [raw(part) for part in np.split(elements, cuts[cuts < count])]
+        made = NO_ENTRIES if named else protocol.entries_of(entries)
+        more = {"body": odd.get("body", {}), "priority": odd.get("priority", 0)}
+        self.hear(
+            self.links[rank],
+            Message(kind, 1, 3, rank=rank, bucket=bucket, step=step, entries=made, payloads=payloads, **more),
+        )
+
+    def round(self, kind: Kind, number: int, order: Iterable[int] | None = None, value: int = 1) -> None:
+        """Let all workers push a list of keys; with PUSH they pull it then, with PULL only the first one does."""
+        for place, rank in enumerate(rank for rank in order or range(self.workers) if rank < self.workers):
+            self.call(Kind.PUSHPULL if kind is Kind.PUSHPULL else Kind.PUSH, rank, number, value + rank)
+            if kind is Kind.PUSH or (kind is Kind.PULL and not place):
+                self.call(Kind.PULL, rank, number)
+
+    def disturb(self, what: int, rank: int) -> None:
+        """Let something happen that does not happen in every step."""
+        link, other = self.links[rank], (rank + 1) % self.workers
+        match what:
+            case 0:
+                for server in self.servers:
+                    server.join(rank)
+            case 1:
+                for server in self.servers:
+                    server.join(other, is_last=True)
+            case 2:
+                for server in self.servers:
+                    server.leave(rank)
+            case 3:
+                for server in self.servers:
+                    server.rule("sgd", learning_rate=0.5, momentum=0.5)
+            case 4:
+                for server in self.servers:
+                    server.rule("adam", learning_rate=0.5)
+            case 5:
+                for server in self.servers:
+                    server.rule(None)
+            case 6:
+                entries = [Entry(0, 0, SIZES[0], self.memory[rank].rounds[0] + 1)]
+                self.memory[rank].rounds[0] += 1
+                skip = Message(Kind.PUSH, 1, 3, entries=protocol.entries_of(entries), body={"skip": {"why": 1}})
+                self.hear(link, skip)
+            case 7:
+                self.hear(link, Message(Kind.RELEASE, 1, 3))
+            case 8:
+                self.hear(link, Message(Kind.STATS, 1, 3))
+            case 9:
+                for server in self.servers:
+                    server.tick(server.now + 3.0)
+            case 10:
+                self.tell(Down(link, "cut"))
+                self.links[rank] = "%s+" % link
+                self.memory[rank].buckets.clear()
+                for server in self.servers:
+                    assert not server.enter(self.links[rank], node("worker", rank, self.workers))
+            case 11:
+                for server in self.servers:
+                    server.readings.clear()
+                    server.read_slowly()
+            case 12:
+                for server in self.servers:
+                    for reading in server.readings:
+                        reading.is_over = True
+            case 13:
+                half = [Entry(0, 0, SIZES[0], self.memory[rank].rounds[0], 0, 6)]
+                self.hear(link, Message(Kind.PULL, 1, 3, entries=protocol.entries_of(half)))
+            case 14:
+                entries = [Entry(2, 0, SIZES[2], 0, CODES[2], 0, Payload.PACKED)]
+                given = [raw(np.full(SIZES[2], 7, np.float32))]
+                body = {"assign": True}
+                self.hear(
+                    link, Message(Kind.INIT, 1, 3, entries=protocol.entries_of(entries), payloads=given, body=body)
+                )
+            case 15:
+                for server in self.servers:
+                    server.bye(rank)
+            case 16:
+                for server in self.servers:
+                    server.now += 0.1
+            case 17:
+                for server in self.servers:
+                    server.scheduler(Kind.STOP, 9, stay=True)
+                self.memory = [Worker() for _ in self.memory]
+                for keys in ((0, 1, 2, 3), (4,), (5,)):
+                    self.init(keys)
+        self.tell()
+
+
+def engine_of(server: History) -> WorkEngine:
+    engine = server._loop._engine
+    assert engine is not None
+    return engine
+
+
+def state_of(server: History) -> dict[str, Any]:
+    """Return all that a server keeps of its stores, but for what it does not have to remember."""
+    loop = server._loop
+    decides, engine = loop._role, engine_of(server)
+    assert isinstance(decides, Server)
+    engine._give_back()
+    pulls = decides.pulls
+    found: dict[str, Any] = {
+        "counters": decides.counters(),
+        "lags": decides.lags(),
+        "buckets": {name: (each.entries.tobytes(), each.shards.tolist()) for name, each in decides._buckets.items()},
+        "pulls": [pull_of(pull) for pull in pulls._open.values()],
+        "waiting": {
+            name: [pull_of(pull) for pull in each.values() if pull.ticket in pulls._open]
+            for name, each in pulls._waiting.items()
+            if set(each) & set(pulls._open)
+        },
+        "returned": len(engine._returned),
+    }
+    for number, store in decides._stores.items():
+        flat = {name: getattr(store, name)[..., : store.count].tolist() for name in FLAT}
+        noted = {name: getattr(store, name) for name in NOTED}
+        found["store %d" % number] = (flat, noted)
+    for number, values in engine._values.items():
+        found["values %d" % number] = values_of(values)
+    return found
+
+
+FLAT = ("done", "ordered", "skips", "updates", "fresh", "halfway", "last", "seen", "owed")
+NOTED = ("early", "failed", "late", "skipping", "skipped", "pending", "joined", "left", "again", "has_rule")
+
+
+def pull_of(pull: Pull) -> Any:
+    asked = [bytes(memoryview(frame)) for frame in protocol.encode(pull.message)]
+    arrays = [each.tolist() for each in (pull.entries, pull.shards, pull.rounds, pull.owed)]
+    notice = (pull.notice.since, pull.notice.told)
+    return (pull.link, pull.rank, pull.ranks, asked, arrays, notice, pull.passed, pull.before, pull.skipped, pull.rows)
+
+
+def values_of(values: Values) -> Any:
+    count = values.store.count
+    weights = [np.asarray(values.weight(shard)).tolist() for shard in range(count)]
+    states = [
+        {name: np.asarray(value).tolist() for name, value in (values.state_of(shard) or {}).items()}
+        for shard in range(count)
+    ]
+    rounds = {number: round_of(values, each) for number, each in values.rounds.items()}
+    flat = (values.side[:count].tolist(), values.lent[:, :count].tolist(), values.steps[:count].tolist())
+    encoded = {shard: sorted(each) for shard, each in values.encoded.items()}
+    return (weights, states, rounds, flat, encoded, {code: len(each) for code, each in values.spare_sums.items()})
+
+
+def round_of(values: Values, of: Round) -> Any:
+    held = {
+        number: (each.shards.tolist(), each.runs, [np.asarray(part).tolist() for part in each.parts])
+        for number, each in of.held.items()
+    }
+    places = np.flatnonzero(of.where == -1).tolist()
+    sums = [
+        np.asarray(of.arenas[int(values.store.dtype[shard])].view(*values.span(shard))).tolist() for shard in places
+    ]
+    return (of.where[: values.store.count].tolist(), of.open, held, sums, sorted(of.by_shard), sorted(of.by_rank))
+
+
+@pytest.fixture
+def twins() -> Iterator[Callable[..., Twins]]:
+    with ExitStack() as stack:
+
+        def make(*arguments: Any, **more: Any) -> Twins:
+            made = Twins(*arguments, **more)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+Ways = st.sampled_from((Kind.PUSHPULL, Kind.PUSHPULL, Kind.PUSH, Kind.PULL))
+Odds = st.sampled_from(({"body": {"more": 1}}, {"rounds": 1}, {"rounds": -1}, {"short": 1}, {"priority": 3}, {}))
+Steps = st.one_of(
+    st.tuples(st.just("rounds"), st.integers(0, len(LISTS) - 1), Ways, st.permutations(range(3)), st.integers(1, 5)),
+    st.tuples(st.just("rounds"), st.integers(0, len(LISTS) - 1), Ways, st.permutations(range(3)), st.integers(1, 5)),
+    st.tuples(st.just("one"), st.integers(0, len(LISTS) - 1), Ways, st.integers(0, 2), Odds),
+    st.tuples(st.just("disturb"), st.integers(0, 17), st.integers(0, 2)),
+)
+
+
+def play(twins: Twins, steps: Sequence[Any]) -> None:
+    """Let a history happen to both servers."""
+    value = 1
+    for what, *how in steps:
+        value += 1
+        match what, how:
+            case "rounds", (number, kind, order, times):
+                for _ in range(times):
+                    twins.round(kind, number, order, value)
+            case "one", (number, kind, rank, odd):
+                twins.call(kind, rank % twins.workers, number, value, **odd)
+            case "disturb", (number, rank):
+                twins.disturb(number, rank % twins.workers)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 3),
+    st.tuples(*[st.booleans()] * 3),
+    st.sampled_from(("one", "two", "each")),
+    st.lists(Steps, min_size=4, max_size=25),
+)
+def test_a_server_that_knows_messages_is_as_one_that_does_not(
+    workers: int, how: tuple[bool, ...], frames: str, steps: Sequence[Any]
+) -> None:
+    buckets, shared, is_much = how
+    twins = Twins(workers, buckets=buckets, frames=frames, shared=shared, much_bytes=8 if is_much else MUCH_BYTES)
+    try:
+        play(twins, steps)
+    finally:
+        twins.close()
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("kind", [Kind.PUSHPULL, Kind.PUSH])
+def test_a_message_is_known_from_the_second_time_on(twins: Callable[..., Twins], kind: Kind, buckets: bool) -> None:
+    pair = twins(2, buckets=buckets)
+    pair.round(kind, 1)
+    assert pair.known == 0
+    for _ in range(1 + buckets):  # a message that registers a bucket is another one
+        pair.round(kind, 1)
+    pair.known = 0
+    for _ in range(5):
+        pair.round(kind, 1)
+    assert pair.known == 5 * 2 * (1 if kind is Kind.PUSHPULL else 2)
+
+
+def test_lists_that_share_keys_are_known_as_long_as_their_rounds_are_the_next_ones(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL, 2)  # all four keys
+    pair.round(Kind.PUSHPULL, 0)  # one of them, whose round is ahead from now on
+    pair.known = 0
+    pair.round(Kind.PUSHPULL, 2)
+    assert pair.known == 0
+    for _ in range(2):
+        pair.round(Kind.PUSHPULL, 0)
+    assert pair.known > 0
+
+
+def test_rounds_of_many_workers_are_as_those_of_a_server_that_knows_no_messages(twins: Callable[..., Twins]) -> None:
+    pair = twins(MANY + 1, buckets=True)
+    for kind in (Kind.PUSHPULL, Kind.PUSHPULL, Kind.PUSHPULL, Kind.PUSHPULL):
+        pair.round(kind, 1)
+    assert pair.known > MANY
+
+
+def test_what_was_pushed_is_let_go_of_when_its_round_is_over(serving: Callable[..., History]) -> None:
+    """It may be memory of the worker, who waits for it."""
+    server = serving(workers=2, has_keys=False)
+    server.init({"a": [0, 0]})
+    kept = []
+    for number in range(1, 6):
+        for rank in range(2):
+            memory = np.full(2, number, np.float32)
+            frame = raw(memory)
+            kept.append(weakref.ref(memory))
+            entries = protocol.entries_of([Entry(0, 0, 2, number, 0, 0, Payload.PACKED)])
+            pushed = Message(Kind.PUSHPULL, 1, request=number, entries=entries, payloads=[frame])
+            server.hear_frames("w%d" % rank, [bytes(protocol.encode(pushed)[0]), b"", frame])
+            del memory, frame, pushed
+    server.ask(0, Kind.STATS)  # The loop refers to the last event.
+    assert [number for number, each in enumerate(kept) if each() is not None] == []
+
+
+def test_a_store_that_is_closed_leaves_nothing_of_what_was_known(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL, 1)
+    gc.disable()
+    try:
+        kept = weakref.ref(engine_of(pair.servers[0])._values[1])
+        for server in pair.servers:
+            server.scheduler(Kind.CLOSE, 9)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_sum_that_cannot_be_made_fails_its_round_for_all_and_no_later_one(
+    serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, ones = serving(workers=2), raw(np.ones(2, np.float32))
+
+    def rounds(number: int) -> list[Any]:
+        pushed = [
+            server.hear("w%d" % rank, data(Kind.PUSHPULL, [Piece(0, round=number, payload=ones)])) for rank in range(2)
+        ]
+        return [each for sent in pushed for each in sent]
+
+    for number in range(1, 4):
+        assert [each.values["a"].tolist() for each in rounds(number)] == [[2, 2]] * 2
+
+    def full(*arguments: Any) -> None:
+        raise MemoryError("no memory for a sum")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuDevice, "sum", full)
+        refused = rounds(4)
+    assert said(refused) == ["w0 PUSHPULL!", "w1 PUSHPULL!"]
+    assert all("key 'a': no memory for a sum" in str(each.body["reason"]) for each in refused)
+    assert [each.values["a"].tolist() for each in rounds(5)] == [[2, 2]] * 2
