@@ -16,14 +16,14 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import DTYPES, GROUP_STORES, LAST_STORE, Membership, Message
+from distrun_runtime.protocol.message import DTYPES, GROUP_STORES, LAST_STORE, Membership, Message, encode
 from distrun_runtime.ps.counters import NodeMetrics, Stages
-from distrun_runtime.ps.loop import Loop
+from distrun_runtime.ps.loop import ROLE_CODES, Loop
 from distrun_runtime.ps.node import bind, connected
 from distrun_runtime.ps.role import Config, Request, Waits, when_done, worker_rank
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
@@ -43,6 +43,24 @@ class ExportedMemory(NamedTuple):
     """Values on their way, copied there by the store. Children that are forked do not see it."""
     arrays: Pool
     """Arrays of the script's (`KVStore.empty`)."""
+
+
+class PlannedSend(NamedTuple):
+    """One message of `NodeSession.exchange`."""
+
+    link: str
+    frames: list[Buffer]
+    into: memoryview | None = None
+
+
+class Asked(NamedTuple):
+    """The arguments of `NodeSession.ask`."""
+
+    what: str
+    messages: Sequence[tuple[str, Message]]
+    after: Sequence[Request] = ()
+    entries_of: EntriesOf | None = None
+    members: Membership | None = None
 
 
 class NodeSession:
@@ -202,6 +220,31 @@ class NodeSession:
 
         when_done(after, send)
         return request
+
+    @property
+    def sender(self) -> tuple[int, int, int]:
+        """Role code, rank and incarnation in the heads of messages."""
+        return (ROLE_CODES["worker"], self.worker.me.rank, self.worker.me.incarnation)
+
+    def exchange(
+        self,
+        sends: Sequence[PlannedSend],
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
+        sent: Callable[[], object],
+    ) -> list[Sequence[Buffer]] | Request:
+        """Ask, and wait for a moment; return the frames of the answers, or the request if there is more to it."""
+        request = self.ask(*as_request())
+        sent()
+        try:
+            replies = request.wait(0.1)
+        except RuntimeFault:
+            begun(request)
+            return request
+        except BaseException:
+            begun(request)
+            raise
+        return [encode(reply) for reply in replies]
 
     def check(self) -> None:
         """Raise StoreClosed where nothing can be asked any more.

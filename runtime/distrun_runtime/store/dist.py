@@ -36,8 +36,17 @@ from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
-from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
+from distrun_runtime.store.link import (
+    CollectiveCall,
+    Group,
+    StoreLink,
+    close_link,
+    group_of,
+    is_added_on_hosts,
+    open_link,
+)
 from distrun_runtime.store.pending import CompletedCall, Pending
+from distrun_runtime.store.plans import CallPlans, PlannedCall
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
 from distrun_runtime.store.values import RowSparse, Value
@@ -233,6 +242,8 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""
+PLANNED_S = 1.0
+"""How long `close` waits for a call that is made by a plan; after a tenth of that it is a request."""
 PULLED_NEXT = 2
 """After so many pushes of the same keys that their pull followed, the next push asks for the result at once."""
 PULLED_NEXT_AGAIN = 16
@@ -300,6 +311,9 @@ class DistBackend(StoreBackend):
         """What this worker calls keys that it is about to initialise."""
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
+        self._plans = CallPlans()
+        self._planning = threading.Lock()
+        """Held while a call is made by a plan."""
         self._pushed: Selection | None = None
         """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
@@ -396,11 +410,15 @@ class DistBackend(StoreBackend):
                     # an answer of each server. The answer is of the round that the pull would ask for, whenever that
                     # comes: no other call lies between.
                     self._expected = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                    self._learn(Kind.PUSH, keys, call)
                     return CompletedCall(f"push of {keys.named}")
-            return self._push_now(keys, values, call)
+            sent = self._push_now(keys, values, call)
+            self._learn(Kind.PUSH, keys, call)
+            return sent
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
+            self._learn(Kind.PULL, keys, call)
             if keys is self._pushed:
                 keys.pulled_next += 1
                 expected, self._pushed, self._expected = self._expected, None, None
@@ -424,6 +442,7 @@ class DistBackend(StoreBackend):
             self._flush()
             if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                self._learn(Kind.PUSHPULL, keys, call)
                 sent.take = partial(taking, outs, True)
                 return sent
             push = self._push_now(keys, values, call)
@@ -470,6 +489,71 @@ class DistBackend(StoreBackend):
         except Exception as err:
             # The store was closed, or the process has lost the job: the next call is told.
             self.lifetime.late.add(err, err)
+
+    def steady(
+        self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
+    ) -> Pending | None:
+        plan = self._plans.find(kind, key, priority, scale)
+        if plan is None or not self._link.plans:
+            return None
+        if type(key) is str or type(key) is int:
+            values, outs = (values,), (outs,)
+        held = [self._lock]
+        self._lock.acquire()
+        try:
+            self.lifetime.check()
+            self.lifetime.late.raise_first()
+            if not (self._is_quiet() and plan.fits(values, outs) and self._planning.acquire(blocking=False)):
+                return None
+            try:
+                made = self._transfers.begin(plan, values)
+                if made is not None:
+                    return self._exchange(made, outs, lambda: held.pop().release())
+                self._plans.drop(plan)
+                return None
+            finally:
+                self._planning.release()
+        finally:
+            for lock in held:
+                lock.release()
+
+    def _exchange(self, made: PlannedCall, outs: Sequence[Array], sent: Callable[[], None]) -> Pending:
+        """Send a steady call and receive its answers in this thread."""
+        requests: list[Request] = []
+        try:
+            answers = self._link.exchange(made.sends, partial(self._transfers.asked, made), requests.append, sent)
+        except BaseException:
+            # It was interrupted: what was sent goes on.
+            for request in requests:
+                self._goes_on(made, request, outs).left_waiting()
+            raise
+        if isinstance(answers, Request):
+            return self._goes_on(made, answers, outs)
+        done = CompletedCall(made.plan.what)
+        done.skipped = self._transfers.take(made, answers, outs)
+        return done
+
+    def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array]) -> SentCall:
+        """Return a steady call that has become a request."""
+        kind = made.plan.name[0]
+        with self._lock:
+            taking = self._transfers.goes_on(made, request)
+            if kind is Kind.PUSH:
+                return self._sent(request)
+        request.then(self._answered)
+        take = partial(taking, [(out,) for out in outs], kind is Kind.PUSHPULL)
+        return SentCall(request, self._link, self.lifetime.late, take, is_watched=kind is Kind.PUSHPULL)
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is kept, and all that was asked is answered. Call with the lock held."""
+        return self._pushed is None and not self._gathering.count and not self._link.is_busy
+
+    def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
+        """Have the call that was just made planned from now on, if that can be. Call with the lock held."""
+        if call.waits and self._link.plans and not (self._is_async or self.compresses):
+            plan = self._transfers.plan(kind, keys, call)
+            if plan is not None:
+                self._plans.keep(plan)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if self._is_async:
@@ -575,6 +659,7 @@ class DistBackend(StoreBackend):
         self._settle()
         with self._lock:
             self._compressor.set(setting, keys)
+            self._plans.clear()
 
     # States and facts
 
@@ -611,6 +696,21 @@ class DistBackend(StoreBackend):
 
     # Membership
 
+    def meet(self) -> Pending | None:
+        with self._lock:
+            if not (self._link.plans and self._is_quiet()) or self._transfers.relays or self._link.held is not None:
+                return None
+            number = self._link.next_call()
+        call = self._link.meet("barrier", Kind.BARRIER, number)
+        if call is not None:
+            return self._met(call)
+        self.lifetime.late.raise_first()
+        return CompletedCall("barrier")
+
+    def _met(self, call: CollectiveCall) -> SentCall:
+        late, leave = self.lifetime.late, partial(self._link.leave, call)
+        return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
+
     def barrier(self) -> Pending:
         with self._lock:
             self._begin()
@@ -618,9 +718,7 @@ class DistBackend(StoreBackend):
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
             pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
-        call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
-        late, leave = self.lifetime.late, partial(self._link.leave, call)
-        return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
+        return self._met(self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes))
 
     def join(self) -> None:
         self._drain()
@@ -650,11 +748,15 @@ class DistBackend(StoreBackend):
             self._node.not_before_end(self._flush_at_end)
             self._compressor.clear()
             with self._lock:
+                self._plans.clear()
                 self._open, self._asked = [], []
                 self._transfers = Transfers(self._link, self._compressor)
                 self._gathering = CallBatch(self._flush)
             self._node.unreserve(self._link.store)
             self.reducer.trim()
+            # Another thread's call is soon answered, or among those that the end comes after.
+            if self._planning.acquire(timeout=PLANNED_S):
+                self._planning.release()
             self._link.close()
 
     def give_up(self, error: BaseException) -> None:

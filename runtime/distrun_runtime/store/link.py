@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field
 from typing import Any
 
-from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.arrays.dtypes import Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.protocol.message import Kind, Membership, Message, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import NodeSession
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -113,6 +113,16 @@ class StoreLink:
         return stages.span(stage) if stages.is_on else self.span(stage)
 
     @property
+    def plans(self) -> bool:
+        """Whether calls may be made by plans: the store is that of all workers, and nothing is measured."""
+        return self._group is None and not self.node.recorder.is_on and not self.node.stages.is_on
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that was asked is not answered."""
+        return bool(self._under_way)
+
+    @property
     def is_unused(self) -> bool:
         """Whether no call that all workers make together has succeeded here or is under way, but for `create`."""
         with self._lock:
@@ -144,9 +154,27 @@ class StoreLink:
     ) -> Request:
         """Send messages of this store; the arguments are those of `Session.ask`."""
         request = self.node.ask(what, messages, after=after, entries_of=entries_of, members=self._shared_by)
+        self._begun(request)
+        return request
+
+    def exchange(
+        self,
+        sends: Sequence[PlannedSend],
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
+        sent: Callable[[], object] = lambda: None,
+    ) -> list[Sequence[Buffer]] | Request:
+        """As `NodeSession.exchange`, of a store of all workers."""
+
+        def follow(request: Request) -> None:
+            self._begun(request)
+            begun(request)
+
+        return self.node.exchange(sends, as_request, follow, sent)
+
+    def _begun(self, request: Request) -> None:
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
-        return request
 
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.
@@ -197,6 +225,31 @@ class StoreLink:
         request = self.call(what, kind, {**body, "number": number}, after)
         request.then(lambda error: self._answered(kind, number, request, error))
         return CollectiveCall(kind, number, body, request)
+
+    def meet(self, what: str, kind: Kind, number: int) -> CollectiveCall | None:
+        """Make a call that all workers make, and wait for the answer in this thread; return it if it goes on."""
+        message = Message(kind, store=self.store, body={"number": number})
+        head, body = encode(message, self.node.sender)
+        begun: list[CollectiveCall] = []
+
+        def follow(request: Request) -> None:
+            begun.append(CollectiveCall(kind, number, {}, request))
+            request.then(lambda error: self._answered(kind, number, request, error))
+
+        try:
+            self.exchange(
+                [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])],
+                lambda: Asked(what, [(SCHEDULER_LINK, message)]),
+                follow,
+            )
+        except BaseException:
+            for call in begun:
+                self.leave(call)
+            raise
+        if begun:
+            return begun[0]
+        self.settled(number, True)
+        return None
 
     def leave(self, call: CollectiveCall) -> None:
         """Take back a call whose caller stops waiting, if that can be."""

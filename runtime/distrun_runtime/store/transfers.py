@@ -21,7 +21,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
-from distrun_runtime.arrays.shared_memory import Stitched, stitched
+from distrun_runtime.arrays.shared_memory import Pool, Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops import compression as codecs
@@ -29,11 +29,12 @@ from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
+    BUCKET_ENTRIES,
     MESSAGE_BYTES,
     SHARED_MESSAGE_BYTES,
     Buckets,
@@ -41,12 +42,14 @@ from distrun_runtime.ps.routing import (
     Route,
     portions_of,
 )
+from distrun_runtime.ps.session import Asked
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
+from distrun_runtime.store.plans import PLANNED_BYTES, STAGED_BYTES, CallPlan, PlannedCall, PlannedMessage
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:
@@ -205,6 +208,8 @@ class Transfers:
         self._answered = np.zeros(0, np.int64)
         """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
+        self._memory: Array | None = None
+        """Bytes that planned calls send from and receive into, one at a time."""
         self._stitched: Stitched = OrderedDict()
         """What `view` has put together."""
         self.relays: set[int] = set()
@@ -357,14 +362,17 @@ class Transfers:
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
         request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority)
-        portions = [portion for portion, _, _ in loaded]
+        # Not `loaded`: its frames are free when their own message is answered.
+        self._carries(request, [portion for portion, _, _ in loaded])
+        return request
+
+    def _carries(self, request: Request, portions: Sequence[Portion]) -> None:
+        """A request has contributions under way."""
         for portion in portions:
             portion.carried_by = request
             if portion.is_relayed:
                 self.relays.add(portion.server)
-        # Not `loaded`: its frames are free when their own message is answered.
         request.then(lambda error: self._buckets.forget(portions), only_errors=True)
-        return request
 
     def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:
         """Return what carries the values of row-sparse keys; each shard counts, also without a row of it."""
@@ -459,21 +467,110 @@ class Transfers:
     def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
         return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
 
+    # Calls that are made by plans
+
+    def plan(self, kind: Kind, keys: Selection, call: CallOptions) -> CallPlan | None:
+        """Return how the call that was just made is made from now on; None: not by a plan."""
+        routes, is_pull = self._routes(keys), kind is Kind.PULL
+        route, payload = routes.plain, Payload.NONE if is_pull else Payload.PACKED
+        if keys.has_rows or keys.size_bytes > PLANNED_BYTES or routes.push is not route or routes.pull is not route:
+            return None
+        for portion in route.portions:
+            is_unknown = not portion.bucket and not is_pull and len(portion.entries) >= BUCKET_ENTRIES
+            if portion.is_relayed or not portion.size or is_unknown:
+                return None
+        body = {} if call.scale == 1.0 else {"scale": call.scale}
+        loaded: list[Loaded] = [(portion, (), payload) for portion in route.portions]
+        messages = []
+        for portion, (_, message) in zip(
+            route.portions, self._messages(kind, loaded, self._rounds[route.numbers], body, call.priority), strict=True
+        ):
+            head, text = map(bytes, encode(message, self._link.node.sender))
+            messages.append(PlannedMessage(portion, head, self._staging(portion)))
+        name = (kind, tuple(record.key for record in keys.records), call.priority, call.scale)
+        return CallPlan(name, keys, route, messages, body, text)
+
+    def _staging(self, portion: Portion) -> Pool | None:
+        """Return memory that a portion's server reads where it is; None: it does not, or the portion is small."""
+        if portion.size * portion.dtype.itemsize < STAGED_BYTES:
+            return None
+        return self._link.node.staging(portion.link)
+
+    def begin(self, plan: CallPlan, values: Sequence[Array]) -> PlannedCall | None:
+        """Return a steady call that is ready to be sent; None: the plan has come to its end.
+
+        The call is this worker's next contribution, so it has to be sent.
+        """
+        kind, route = plan.name[0], plan.route
+        rounds = self._rounds[route.numbers]
+        if kind is not Kind.PULL:
+            rounds += 1
+        if self._memory is None or len(self._memory) < plan.size_bytes:
+            self._memory = np.empty(plan.size_bytes, np.uint8)
+        plan.use(self._memory)
+        in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
+        sends = plan.sends(rounds, values, self._staging, in_place)
+        if sends is None:
+            return None
+        if kind is not Kind.PULL:
+            self._rounds[route.numbers] = rounds
+        return PlannedCall(plan, rounds, sends)
+
+    def asked(self, made: PlannedCall) -> Asked:
+        """Return what a steady call asks of the servers, as messages."""
+        kind, _, priority, _ = made.plan.name
+        payload = Payload.NONE if kind is Kind.PULL else Payload.PACKED
+        loaded = [
+            (each.portion, send.frames[2:], payload) for each, send in zip(made.plan.messages, made.sends, strict=True)
+        ]
+        messages = self._messages(kind, loaded, made.rounds, made.plan.body, priority)
+        return Asked(made.plan.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
+
+    def goes_on(self, made: PlannedCall, request: Request) -> Taking:
+        """A steady call has become a request; return what takes its replies in."""
+        plan, self._memory = made.plan, None
+        plan.renew()
+        if plan.name[0] is not Kind.PULL:
+            self._carries(request, plan.route.portions)
+        return partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
+
+    def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> Notes:
+        """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
+        plan, numbers = made.plan, made.plan.route.numbers
+        if plan.name[0] is Kind.PUSH:
+            return {}
+        if not plan.take(answers, outs):
+            take = partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
+            return take([(out,) for out in outs], plan.name[0] is Kind.PUSHPULL, tuple(map(decode, answers)))
+        self._answered[numbers] = np.maximum(self._answered[numbers], made.rounds)
+        return {}
+
     # Messages
 
     def _send(
         self, what: str, kind: Kind, loaded: Sequence[Loaded], rounds: Array, *, body: Mapping[str, Any], priority: int
     ) -> Request:
-        def entries_of(number: int) -> Array:
-            """Return the entries of a message whose bucket a server does not know. In the node's thread."""
-            portion, _, payload = loaded[number]
-            self._buckets.forget([portion])
-            return portion.entries_at(rounds, payload)
-
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
+        messages = self._messages(kind, loaded, rounds, body, priority)
+        began = time.monotonic()
+        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
+        request = self._link.ask(what, messages, entries_of=partial(self._entries_again, loaded, rounds))
+        if is_measured:
+            request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
+        return request
+
+    def _entries_again(self, loaded: Sequence[Loaded], rounds: Array, number: int) -> Array:
+        """Return the entries of a message whose bucket a server does not know. In the node's thread."""
+        portion, _, payload = loaded[number]
+        self._buckets.forget([portion])
+        return portion.entries_at(rounds, payload)
+
+    def _messages(
+        self, kind: Kind, loaded: Sequence[Loaded], rounds: Array, body: Mapping[str, Any], priority: int
+    ) -> list[tuple[str, Message]]:
         messages = []
         for portion, frames, payload in loaded:
             # With a bucket in place of its entries if the server knows one.
@@ -494,12 +591,7 @@ class Transfers:
                 payloads=frames,
             )
             messages.append((portion.link, message))
-        began = time.monotonic()
-        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
-        request = self._link.ask(what, messages, entries_of=entries_of)
-        if is_measured:
-            request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
-        return request
+        return messages
 
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
