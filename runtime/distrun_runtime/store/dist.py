@@ -439,6 +439,12 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
             self.lifetime.check()
             self._begin()
+            if not call.waits and self._gathers(keys, True):
+                first = self._gathering.push(keys, cast("Sequence[Array]", values), call)
+                both = Both(f"pushpull of {keys.named}", first, self._gathering.pull(keys, outs, call, own=True))
+                if self._gathering.size_bytes >= GATHERED_BYTES:
+                    self._flush()
+                return both
             self._flush()
             if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
@@ -476,7 +482,8 @@ class DistBackend(StoreBackend):
         """Send the small calls that were kept."""
         with self._lock:
             for is_push, keys, arrays, call, waiting in self._gathering.take() if self._gathering.count else ():
-                sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call)
+                own = self._gathering.own
+                sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call, own)
                 for gathered in waiting:
                     gathered.sent = sent
 

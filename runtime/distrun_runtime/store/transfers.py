@@ -866,6 +866,8 @@ class CallBatch:
         """Of all of them."""
         self._priority = 0
         """The highest: small calls cost too little to be sent apart by their priorities."""
+        self.own = False
+        """Whether the pulls belong to pushes before them."""
         self.count = 0
         """How many calls wait."""
         self.size_bytes = 0
@@ -879,9 +881,14 @@ class CallBatch:
         given = values if call.lent else [value.copy() for value in values]
         return self._put(self._pushes, keys, given, "push")
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> BatchedCall:
-        """Take in a pull."""
+    def pull(
+        self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions, own: bool = False
+    ) -> BatchedCall:
+        """Take in a pull; `own` as for `Transfers.pull`."""
         self._settle(keys, call, self._pulls)
+        if self._pulls.waiting and own != self.own:
+            self._flush()
+        self.own = own
         return self._put(self._pulls, keys, outs, "pull")
 
     def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:

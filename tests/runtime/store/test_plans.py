@@ -1,0 +1,380 @@
+"""Calls with the same keys as before are planned: they say what other calls say, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import plans
+import pytest
+from cluster import PATHS, run_job
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.store import plans as store_plans
+
+SHAPE = (2, 3)
+
+
+def full(value: float, shape: tuple[int, ...] = SHAPE, dtype: str = "float32") -> Any:
+    return np.full(shape, value, dtype)
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> list[plans.Exchange]:
+    return plans.exchanges(monkeypatch)
+
+
+def pushed_and_pulled(kv: KVStore, *keys: str) -> None:
+    """Make the calls of a step until they are planned."""
+    for _ in range(2):
+        values = [full(1) for _ in keys]
+        kv.push(list(keys), values)
+        kv.pull(list(keys), values)
+        kv.pushpull(list(keys), values)
+
+
+# What a steady call sends
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS) - {"relays"}))
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "scale"),
+    [
+        ([1], "float32", 1.0),
+        ([3] * 20, "float16", 1.0),
+        ([40_000, 5, 0, 300_000], "float64", 0.5),
+        ([70_000], "int32", 1),
+    ],
+)
+def test_a_steady_call_sends_what_an_unplanned_one_sends(
+    steady: list[plans.Exchange], path: str, sizes: list[int], dtype: str, scale: float
+) -> None:
+    keys = [f"k{at}" for at in range(len(sizes))]
+
+    def script(kv: KVStore) -> list[Any]:
+        kv.init(keys, [full(0, (size,), dtype) for size in sizes])
+        outs = [full(-1, (size,), dtype) for size in sizes]
+        for step in range(4):
+            given = [full(step + kv.rank, (size,), dtype) for size in sizes]
+            kv.push(keys, given, -3, scale=scale)
+            kv.pull(keys, outs, -3)
+            kv.pushpull(keys, given, outs, scale=scale)
+        return [out[0] for out in outs if out.size]
+
+    results = run_job(script, 2, 2, over=PATHS[path])
+    assert results == [[7 * scale] * sum(map(bool, sizes))] * 2
+    assert {one.kind for one in steady} == {Kind.PUSH, Kind.PULL, Kind.PUSHPULL, Kind.BARRIER} - {Kind.BARRIER}
+    assert len(steady) >= 2 * 3 * 2
+    for one in steady:
+        assert one.sent == one.asked
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_calls_with_and_without_plans_in_any_order_give_the_same_values(data: st.DataObject) -> None:
+    """Any subset of keys in any order, by any call, planned or not: each has the rounds of its own pushes."""
+    keys = ["a", "b", *(f"k{at}" for at in range(10))]
+    subset = st.lists(st.sampled_from(keys), min_size=1, max_size=len(keys), unique=True)
+    chosen = data.draw(st.lists(subset, min_size=1, max_size=3))
+    steps = data.draw(
+        st.lists(st.tuples(st.sampled_from(["push", "pull", "pushpull", "barrier"]), st.integers(0, 2)), max_size=25)
+    )
+    seed = data.draw(st.text(max_size=3))
+
+    def script(kv: KVStore) -> list[list[float]]:
+        kv.init(keys, [full(0) for _ in keys])
+        seen = []
+        for number, (call, which) in enumerate(steps):
+            some = chosen[which % len(chosen)]
+            arrays = [full(number + keys.index(key)) for key in some]
+            if call == "push":
+                kv.push(some, arrays)
+            elif call == "barrier":
+                kv.barrier()
+            else:
+                (kv.pull if call == "pull" else kv.pushpull)(some, arrays)
+                seen.append([float(one[0, 0]) for one in arrays])
+        return seen
+
+    stored = dict.fromkeys(keys, 0.0)
+    expected = []
+    for number, (call, which) in enumerate(steps):
+        some = chosen[which % len(chosen)]
+        if call in {"push", "pushpull"}:
+            stored.update({key: 2.0 * (number + keys.index(key)) for key in some})
+        if call in {"pull", "pushpull"}:
+            expected.append([stored[key] for key in some])
+    with pytest.MonkeyPatch.context() as patch:
+        plans.alternate(patch, seed)
+        assert run_job(script, 2, 2) == [expected] * 2
+
+
+def test_a_steady_call_makes_no_new_memory_and_its_plan_lives_on(
+    steady: list[plans.Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    use = store_plans.CallPlan.use
+
+    def used(self: store_plans.CallPlan, memory: Any) -> None:
+        made.append(memory)
+        use(self, memory)
+
+    monkeypatch.setattr(store_plans.CallPlan, "use", used)
+
+    def script(kv: KVStore) -> None:
+        kv.init("w", full(0))
+        for _ in range(10):
+            kv.pushpull("w", full(1))
+
+    run_job(script, 1, 1)
+    assert len(made) == 9
+    assert len({id(memory) for memory in made}) == 1
+
+
+# What is no steady call
+
+
+def sparse(value: float) -> RowSparse:
+    return RowSparse(full(value), np.arange(2), SHAPE)
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "another dtype": (lambda: full(3, dtype="float64"), "float64"),
+    "another shape": (lambda: full(3, (3, 2)), r"\(3, 2\)"),
+    "strides": (lambda: np.asfortranarray(full(3)), None),
+    "every second element": (lambda: full(3, (2, 6))[:, ::2], None),
+    "two devices": (lambda: [full(1), full(2)], None),
+    "a subclass": (lambda: full(3).view(np.matrix), None),
+    "rows": (lambda: sparse(3), None),
+    "a list of numbers": (lambda: [[3.0] * 3] * 2, "array"),
+    "nothing": (lambda: None, "None"),
+}
+
+
+@pytest.mark.parametrize("other", sorted(OTHERS))
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_a_call_with_other_arrays_is_not_taken_for_the_planned_one(other: str) -> None:
+    make, error = OTHERS[other]
+
+    def script(kv: KVStore) -> list[float]:
+        kv.init(["w", "v"], [full(0), full(0)])
+        pushed_and_pulled(kv, "w")
+        pushed_and_pulled(kv, "w", "v")
+        out, seen = full(-1), []
+        for keys in ("w", ["w"], ["w", "v"]):
+            value = make() if isinstance(keys, str) else [make(), *(full(3) for _ in keys[1:])]
+            for call in (kv.push, kv.pushpull):
+                if error is None:
+                    call(
+                        keys,
+                        value,
+                        *(() if call == kv.push else ([out, full(0)][: len(keys)] if isinstance(keys, list) else out,)),
+                    )
+                else:
+                    with pytest.raises((KVError, TypeError), match=error):
+                        call(keys, value)
+            kv.pull("w", out)
+            seen.append(float(out[1, 2]))
+        return seen
+
+    (seen,) = run_job(script, 1, 1)
+    assert seen == [1.0 if error else 3.0] * 3
+
+
+@pytest.mark.parametrize("call", ["pull", "pushpull"])
+def test_outputs_that_cannot_be_written_are_refused_though_the_call_was_planned(call: str) -> None:
+    def script(kv: KVStore) -> list[Any]:
+        keys = ["w", "v"]
+        kv.init(keys, [full(0), full(0)])
+        pushed_and_pulled(kv, "w")
+        pushed_and_pulled(kv, "w", "v")
+
+        def make(key: Any, out: Any) -> None:
+            if call == "pull":
+                kv.pull(key, out)
+            else:
+                kv.pushpull(key, full(1) if isinstance(key, str) else [full(1), full(1)], out)
+
+        fixed = full(7)
+        fixed.flags.writeable = False
+        shared = full(5, (3, 3))
+        bad: list[tuple[Any, Any, str]] = [
+            ("w", fixed, "read-only|writ"),
+            (keys, [full(0), fixed], "read-only|writ"),
+            (keys, [shared[:2], shared[1:]], "share memory"),
+            (keys, [shared[:2], shared[:2]], "share memory"),
+            (keys, None, "None"),
+        ]
+        for key, out, words in bad:
+            if out is None and call == "pushpull":
+                continue  # The pushed arrays are the outputs.
+            with pytest.raises((KVError, TypeError, ValueError), match=words):
+                make(key, out)
+        strided = full(0, (2, 6))
+        make("w", strided[:, ::2])
+        return [fixed[0, 0], shared[0, 0], strided[0].tolist()]
+
+    assert run_job(script, 1, 1) == [[7, 5, [1, 0, 1, 0, 1, 0]]]
+
+
+def test_keys_in_another_order_or_of_another_type_are_not_taken_for_the_planned_ones() -> None:
+    def script(kv: KVStore) -> list[list[float]]:
+        kv.init([0, 1], [full(0), full(0)])
+        for _ in range(3):
+            kv.pushpull([0, 1], [full(1), full(2)])
+            kv.pushpull(1, full(2))
+        seen = []
+        for keys in ([0, 1], (0, 1), [1, 0], [np.int64(1), np.int64(0)], [1], 1):
+            outs: Any = [full(0) for _ in range(len(keys))] if isinstance(keys, (list, tuple)) else full(0)
+            kv.pull(keys, outs)
+            seen.append([float(out[0, 0]) for out in (outs if isinstance(outs, list) else [outs])])
+        for keys in ([False, True], True, 1.0, [1.0]):
+            with pytest.raises((KVError, TypeError)):
+                kv.pull(keys, [full(0), full(0)])  # type: ignore[arg-type]
+        for priority in (1.0, "0"):
+            with pytest.raises(KVError, match="priority is an int"):
+                kv.pushpull(1, full(2), priority=priority)  # type: ignore[arg-type]
+        with pytest.raises(KVError, match="scale is a finite number"):
+            kv.pushpull(1, full(2), scale=float("nan"))
+        return seen
+
+    (seen,) = run_job(script, 1, 1)
+    assert seen == [[1, 2], [1, 2], [2, 1], [2, 1], [2], [2]]
+
+
+# What happens to a store meanwhile
+
+
+def test_compression_that_is_set_later_compresses_what_was_planned(steady: list[plans.Exchange]) -> None:
+    def script(kv: KVStore) -> float:
+        kv.init("w", full(0))
+        pushed_and_pulled(kv, "w")
+        steady.clear()
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0})
+        out = full(0)
+        for _ in range(3):
+            kv.pushpull("w", full(0.7), out)
+        return float(out[0, 0])
+
+    assert run_job(script, 1, 1) == [0.5]
+    assert not steady
+
+
+def test_a_round_that_another_worker_skips_tells_a_steady_call_so(steady: list[plans.Exchange]) -> None:
+    def script(kv: KVStore) -> Any:
+        kv.init("w", full(0))
+        out = full(-1)
+        for _ in range(3):
+            kv.pushpull("w", full(1), out)
+        out.fill(-5)
+        if not kv.rank:
+            steady.clear()
+        call = kv.skip_round("w", {"why": "nan"}) if kv.rank else kv.pushpull("w", full(1), out)
+        return dict(call.skipped), float(out[0, 0])
+
+    assert run_job(script, 2, 1) == [({0: None, 1: {"why": "nan"}}, -5.0)] * 2
+    assert [one.kind for one in steady] == [Kind.PUSHPULL]
+
+
+def test_rounds_that_were_loaded_have_a_plan_of_their_own(tmp_path: Any) -> None:
+    def script(kv: KVStore) -> list[float]:
+        keys = [f"k{at}" for at in range(10)]
+        kv.init(keys, [full(0) for _ in keys])
+        outs, seen = [full(0) for _ in keys], []
+        for step in range(6):
+            kv.pushpull(keys, [full(step) for _ in keys], outs)
+            seen.append(float(outs[3][0, 0]))
+            if step == 2:
+                kv.save_states(tmp_path)
+            if step == 4:
+                kv.load_states(tmp_path)
+                kv.pull(keys, outs)
+                seen.append(float(outs[3][0, 0]))
+        return seen
+
+    assert run_job(script, 2, 2) == [[0, 2, 4, 6, 8, 4, 10]] * 2
+
+
+def test_the_least_recently_used_plan_goes_when_there_are_too_many_keys(
+    steady: list[plans.Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_plans, "PLANNED_KEYS", 5)
+
+    def script(kv: KVStore) -> list[int]:
+        keys = ["a", "b", "c", "d"]
+        kv.init(keys, [full(0) for _ in keys])
+        counts = []
+        for some in (["a", "b"], ["c", "d"], ["a", "b"], ["b", "c"], ["a", "b"], ["c", "d"]):
+            steady.clear()
+            kv.pushpull(some, [full(1), full(1)])
+            counts.append(len(steady))
+        return counts
+
+    assert run_job(script, 1, 1) == [[0, 0, 1, 0, 1, 0]]
+
+
+def test_a_profile_has_the_spans_of_calls_that_were_planned_before(steady: list[plans.Exchange], tmp_path: Any) -> None:
+    def script(kv: KVStore) -> int:
+        kv.init("w", full(0))
+        pushed_and_pulled(kv, "w")
+        kv.barrier()
+        steady.clear()
+        with kv.profile(tmp_path):
+            kv.pushpull("w", full(1))
+            kv.barrier()
+        return len(steady)
+
+    assert run_job(script, 1, 1) == [0]
+    assert '"pushpull"' in (tmp_path / "worker-0.json").read_text()
+
+
+# Threads and processes
+
+
+def test_two_threads_that_call_at_once_in_opposite_orders_get_their_own_values() -> None:
+    def script(kv: KVStore) -> list[set[float]]:
+        kv.init(["a", "b"], [full(0), full(0)])
+        for _ in range(2):
+            kv.pushpull("a", full(1))
+            kv.pushpull("b", full(10))
+        seen: dict[str, set[float]] = {"a": set(), "b": set()}
+
+        def work(key: str, value: float) -> None:
+            for _ in range(50):
+                out = full(-1)
+                kv.pushpull(key, full(value), out)
+                seen[key] |= set(out.ravel().tolist())
+
+        # The other worker starts them in the opposite order: each waits for one that this worker's other thread makes.
+        both = [threading.Thread(target=work, args=one) for one in (("a", 1), ("b", 10))][:: 1 - 2 * kv.rank]
+        for one in both:
+            one.start()
+        for one in both:
+            one.join()
+        return [seen["a"], seen["b"]]
+
+    assert run_job(script, 2, 1) == [[{2.0}, {20.0}]] * 2
+
+
+def test_a_forked_child_makes_no_steady_call() -> None:
+    def script(kv: KVStore) -> int:
+        kv.init("w", full(0))
+        pushed_and_pulled(kv, "w")
+        child = os.fork()
+        if child == 0:
+            try:
+                kv.pushpull("w", full(1))
+            except StoreClosed:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_job(script, 1, 1) == [7]

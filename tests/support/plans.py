@@ -1,0 +1,68 @@
+"""Calls that are made by plans: watches what they exchange, and has planned and other calls come at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.protocol.message import Kind, encode
+from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
+from distrun_runtime.store.plans import CallPlans
+from distrun_runtime.transport.resend import kind_of
+
+
+class Exchange(NamedTuple):
+    """What a steady call of one worker sends, and what it would send as a request."""
+
+    rank: int
+    sent: list[list[bytes]]
+    asked: list[list[bytes]]
+
+    @property
+    def kind(self) -> Kind:
+        """What all of its messages are about."""
+        kind = kind_of(self.sent[0])
+        assert kind is not None
+        return kind
+
+
+def joined(frames: Sequence[Buffer]) -> list[bytes]:
+    """Return head, body and payload of a message; how many frames a payload has means nothing."""
+    return [bytes(frames[0]), bytes(frames[1]), b"".join(map(bytes, frames[2:]))]
+
+
+def exchanges(patch: pytest.MonkeyPatch) -> list[Exchange]:
+    """Return the list of steady calls to come."""
+    found: list[Exchange] = []
+    exchange = NodeSession.exchange
+
+    def watched(
+        self: NodeSession,
+        sends: Sequence[PlannedSend],
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
+        sent: Callable[[], object],
+    ) -> Any:
+        asked = [joined(encode(one, self.sender)) for _, one in as_request().messages]
+        # A copy, as the head is written again.
+        found.append(Exchange(self.rank, [joined(one.frames) for one in sends], asked))
+        return exchange(self, sends, as_request, begun, sent)
+
+    patch.setattr(NodeSession, "exchange", watched)
+    return found
+
+
+def alternate(patch: Any, seed: str) -> None:
+    """Have half of the calls for which there is a plan made without it; the same seed chooses the same ones."""
+    find, chance = CallPlans.find, random.Random(seed)
+
+    def found(self: CallPlans, *call: Any) -> Any:
+        plan = find(self, *call)
+        return plan if chance.random() < 0.5 else None
+
+    patch.setattr(CallPlans, "find", found)
