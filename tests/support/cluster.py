@@ -27,6 +27,7 @@ from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.store.link import group_of
 from distrun_runtime.transport.base import Heartbeat, Transport
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
@@ -37,7 +38,10 @@ DEADLINE_S = 100.0
 
 TOKEN = b"a secret of this job"
 
-PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments", "relays": "relays over tcp"}
+PATHS = {
+    **{"inproc": "inproc", "tcp": "zmq", "segments": "segments", "relays": "relays over tcp"},
+    "direct": "direct",
+}
 """The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
 
 END_S = 20.0
@@ -241,8 +245,11 @@ class Cluster:
     def _transport(self, node: Config) -> Any:
         if self._over in ("inproc", "relays"):
             return wrapped(self.network.transport(), node)
-        transport: Transport = ZmqTransport(node.heartbeat, node.token)
-        if self._over == "segments" and node.role != "scheduler":
+        plain = ZmqTransport(node.heartbeat, node.token)
+        transport: Transport = plain
+        if self._over == "direct":
+            transport = DirectTransport(plain, node.token)
+        if self._over in ("segments", "direct") and node.role != "scheduler":
             pools = [self._pool_of(node)]
             transport = BulkTransport(transport, node.token, pools, offers=node.role == "server", large_bytes=1)
         return wrapped(transport, node)
@@ -250,7 +257,7 @@ class Cluster:
     def _share(self, session: NodeSession) -> None:
         """Wait until the servers read the memory of a worker, where they are to do so."""
         deadline = time.monotonic() + DEADLINE_S
-        while self._over == "segments" and not all(session.staging(name) for name in session.value_servers):
+        while self._over in ("segments", "direct") and not all(session.staging(name) for name in session.value_servers):
             assert time.monotonic() < deadline, "no shared memory came about"
             time.sleep(0.002)
 

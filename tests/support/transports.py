@@ -8,7 +8,7 @@ from typing import Any
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.transport.base import Arrived, Event, Heartbeat, Transport, Up
+from distrun_runtime.transport.base import Arrived, Event, Heartbeat, PathChosen, Transport, Up
 
 HOST = "127.0.0.1"
 SHORT = Heartbeat(0.5, 4.0)
@@ -63,3 +63,14 @@ def welcomed(acceptor: Transport, opener: Transport, link: str = "server-0") -> 
     assert frames_of(answer) == [bytes(frame) for frame in WELCOME]
     name: str = arrived.link
     return name
+
+
+def agree(acceptor: Transport, opener: Transport, count: int = 1) -> list[PathChosen]:
+    """Poll both until each has chosen so many paths; return what the opener has chosen."""
+    found: dict[Transport, list[PathChosen]] = {acceptor: [], opener: []}
+    deadline = time.monotonic() + DEADLINE_S
+    while min(map(len, found.values())) < count:
+        assert time.monotonic() < deadline, "only these were chosen: %r" % found
+        for transport, chosen in found.items():
+            chosen += [event for event in transport.poll(0.02) if isinstance(event, PathChosen)]
+    return found[opener]

@@ -116,8 +116,10 @@ GROUP_LETTERS = 100
 
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
 """By their numbers. A look-up costs a fraction of what `Kind(number)` does."""
-_REPLY, _ERROR, _RELAYED = 1, 2, 4
+REPLY, _ERROR, _RELAYED = 1, 2, 4
 """Bits of the head's flags, for what a message is."""
+FLAGS_AT, NUMBER_AT, NUMBER = 7, 28, struct.Struct("<Q")
+"""Where in a head the flags are and the request's number, and what that is."""
 
 
 class Payload(IntEnum):
@@ -282,7 +284,7 @@ def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list
     if len(message.entries) > ENTRY_LIMIT:
         raise WireError(f"a message of {len(message.entries)} entries; the limit is {ENTRY_LIMIT}")
     role, rank, incarnation = sender or (message.role, message.rank, message.incarnation)
-    flags = _REPLY * message.is_reply | _ERROR * message.is_error | _RELAYED * message.is_relayed
+    flags = REPLY * message.is_reply | _ERROR * message.is_error | _RELAYED * message.is_relayed
     head = _HEAD.pack(
         *(MAGIC, VERSION, message.kind, flags, message.store, role),
         *(message.epoch, rank, incarnation, max(-(2**31), min(message.priority, 2**31 - 1))),
@@ -309,13 +311,13 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise WireError(f"message version {version}; this program speaks version {VERSION}")
     if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * ENTRY.itemsize:
         raise WireError(f"a head of {len(head)} bytes cannot hold {count} entries")
-    if flags > (_REPLY | _ERROR | _RELAYED):
+    if flags > (REPLY | _ERROR | _RELAYED):
         raise WireError(f"message of unknown flags: 0x{flags:02x}")
     if kind not in _KINDS:
         raise WireError(f"message of unknown kind: {kind}")
     payloads = frames[2:]
     entries, body = _entries(head, count, payloads, bucket), _body(frames[1])
-    about = (flags & _REPLY != 0, flags & _ERROR != 0, flags & _RELAYED != 0)
+    about = (flags & REPLY != 0, flags & _ERROR != 0, flags & _RELAYED != 0)
     return Message(_KINDS[kind], *(*numbers, bucket, step, entries, body, payloads, *about))
 
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
 
 from distrun_runtime.arrays.dtypes import Buffer
@@ -86,7 +87,16 @@ class Loop:
         engine: WorkEngine | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
+        turn: AbstractContextManager[object] | None = None,
+        take_over: Callable[[], object] | None = None,
     ) -> None:
+        """Make one.
+
+        Arguments:
+            turn: held by the thread that calls `run`, but while the transport waits.
+            take_over: called when that thread has the turn again. Returns what other threads have left to do meanwhile,
+                as for `ask`; None: nothing.
+        """
         self._transport = transport
         self._role = role_
         self._token = token
@@ -96,6 +106,8 @@ class Loop:
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
         self._clock = clock
+        self._turn = turn or nullcontext()
+        self._take_over = take_over
         self._gates: dict[str, _Gate] = {}
         self._asked: deque[role.Event] = deque()
         self._later: deque[tuple[role.Work, str | None, Message | None]] = deque()
@@ -111,6 +123,11 @@ class Loop:
         """Hand in what the process's own threads want. Threads: any."""
         self._asked.append(role.CallSubmitted(what))
         self._transport.wake()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something was asked that the loop has not heard yet."""
+        return bool(self._asked)
 
     def unheard(self) -> list[object]:
         """Return what was asked too late. Call it when `run` has ended."""
@@ -129,11 +146,18 @@ class Loop:
 
     def run(self) -> role.Finish:
         """Loop until the role finishes; return how. What was sent has a moment to leave."""
+        with self._turn:
+            return self._run()
+
+    def _run(self) -> role.Finish:
         if self._engine is not None:
             self._engine.wakes(self._transport.wake)
         self._perform(self._role.start(self._clock()))
         while self._finish is None:
-            for event in self._transport.poll(TICK_S):
+            events = self._transport.poll(TICK_S)
+            if self._take_over is not None and (left := self._take_over()) is not None:
+                self._decide(role.CallSubmitted(left))
+            for event in events:
                 self._arrived(event)
             if self._later:
                 self._take_results()
@@ -158,6 +182,9 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
+        if isinstance(event, Arrived) and not self._holds:  # nearly always
+            self._received(event.link, event.frames)
+            return
         match event:
             case Arrived(link=link) | Down(link=link) if link in self._holds:
                 self._holds[link].events.append(event)
@@ -195,7 +222,9 @@ class Loop:
             self._decide(role.Broken(link, reason))
 
     def _received(self, link: str, frames: Sequence[Buffer]) -> None:
-        gate = self._gates.setdefault(link, _Gate(since=self._clock()))
+        gate = self._gates.get(link)
+        if gate is None:
+            gate = self._gates[link] = _Gate(since=self._clock())
         if gate.is_refused:
             return
         is_stranger = gate.opener is None and not gate.is_open
@@ -306,12 +335,15 @@ class Loop:
 
     def _perform(self, actions: list[role.Action], link: str | None = None, cause: Message | None = None) -> None:
         """Do what was decided, in order. What fails of what follows from a message, `cause`, is refused, not raised."""
-        queue = deque(actions)
-        while queue:
-            action = queue.popleft()
+        left = actions[::-1]
+        while left:
+            action = left.pop()
             try:
+                if isinstance(action, role.Send):
+                    self._send(action.link, action.message)
                 # What follows from this work comes before the work after it.
-                queue.extendleft(reversed(self._act(action, link, cause)))
+                elif following := self._act(action, link, cause):
+                    left += reversed(following)
             except Exception as err:
                 if link is None or cause is None:
                     raise
@@ -321,8 +353,6 @@ class Loop:
         match action:
             case role.Work():
                 return self._work(action, link, cause)
-            case role.Send():
-                self._send(action.link, action.message)
             case role.Resolve():
                 action.request.resolve(action.replies, action.error)
             case role.Resume():

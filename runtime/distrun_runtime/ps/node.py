@@ -33,6 +33,7 @@ from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.reporting import publish
+from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import Heartbeat, Transport
 from distrun_runtime.transport.base import endpoint as endpoint_of
 from distrun_runtime.transport.faults import Faults, Faulty
@@ -49,7 +50,7 @@ OPEN_JOB = "by-hand"
 SHARED_ELEMENTS = 1 << 18
 """From how many elements on a server's threads share the work. Far more than `ops.update` goes over at a time."""
 
-FILES, FILES_A_NODE = 256, 4
+FILES, FILES_A_NODE = 256, 5
 """Files that a scheduler or server may have open at once: of its own, and for each other node."""
 
 
@@ -343,7 +344,10 @@ def connected(config: Config, pools: Sequence[Pool]) -> Transport:
     Arguments:
         pools: memory of this process that other nodes on the host may read.
     """
-    transport: Transport = ZmqTransport(config.heartbeat, config.token)
+    plain = ZmqTransport(config.heartbeat, config.token)
+    transport: Transport = plain
+    if config.paths != "none" and direct.available:
+        transport = direct.DirectTransport(plain, config.token, config.ports)
     if config.paths != "none" and config.role != "scheduler":
         transport = BulkTransport(transport, config.token, pools, offers=config.role == "server")
     return wrapped(transport, config)

@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -21,19 +22,37 @@ from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import DTYPES, GROUP_STORES, LAST_STORE, Membership, Message, encode
+from distrun_runtime.protocol.message import (
+    DTYPES,
+    FLAGS_AT,
+    GROUP_STORES,
+    LAST_STORE,
+    NUMBER,
+    NUMBER_AT,
+    REPLY,
+    Membership,
+    Message,
+    decode,
+)
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import ROLE_CODES, Loop
 from distrun_runtime.ps.node import bind, connected
 from distrun_runtime.ps.role import Config, Request, Waits, when_done, worker_rank
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
-from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
+from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, Worker
 from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
+from distrun_runtime.transport.host_paths import BulkTransport
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
+
+
+ANSWER_S = 0.1
+"""How long a thread of the script waits for answers by itself. Then the node's thread, which hears of all else as well,
+goes on with it."""
+_LIMIT = "the limit is --op-timeout or DISTRUN_OP_TIMEOUT"
 
 
 class ExportedMemory(NamedTuple):
@@ -46,21 +65,40 @@ class ExportedMemory(NamedTuple):
 
 
 class PlannedSend(NamedTuple):
-    """One message of `NodeSession.exchange`."""
+    """One message of an `exchange`."""
 
     link: str
     frames: list[Buffer]
+    """As `message.encode` makes them with `NodeSession.sender`; the first is a bytearray, and gets its number."""
     into: memoryview | None = None
+    """Where the payload of the answer is received, if it has one frame of this size that travels as bytes. It may as
+    well arrive elsewhere."""
 
 
 class Asked(NamedTuple):
-    """The arguments of `NodeSession.ask`."""
+    """The arguments of `NodeSession.ask`, for what an `exchange` sends."""
 
     what: str
     messages: Sequence[tuple[str, Message]]
     after: Sequence[Request] = ()
     entries_of: EntriesOf | None = None
     members: Membership | None = None
+
+
+class _Exchange:
+    """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
+
+    def __init__(self, sends: Sequence[PlannedSend], links: tuple[str, ...], first: int) -> None:
+        self.sends = sends
+        self.links = links
+        """Each once."""
+        self.first = first
+        """Number of the first message."""
+        self.begun = 0
+        """How many were sent, or are being sent."""
+        self.ask: Ask | None = None
+        self.is_done = False
+        """All answers were taken."""
 
 
 class NodeSession:
@@ -87,7 +125,18 @@ class NodeSession:
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         BLOCKS.log_to(lambda text: self._trace.log("INFO", text))
-        self._loop = Loop(self._transport, self.worker, config.token, self._trace, publish=publish)
+        # Faults are injected, and messages sent again, by what is around this one.
+        self._paths = self._transport if isinstance(self._transport, BulkTransport) else None
+        self._direct = None if self._paths is None else self._paths.direct
+        self._turn = None if self._direct is None else self._direct.turn()
+        self._exchange: _Exchange | None = None
+        """What a thread of the script does, or has left to the node's thread."""
+        self._loop = Loop(
+            *(self._transport, self.worker, config.token, self._trace),
+            publish=publish,
+            turn=None if self._turn is None else self._turn.lock,
+            take_over=self._take_over,
+        )
         if environ.text("DISTRUN_METRICS_SOCKET"):
             told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
             self._loop.metrics = told.tick
@@ -211,7 +260,7 @@ class NodeSession:
         """
         self.check()
         self._calls += 1
-        request = Request(what, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT", self._waits)
+        request = Request(what, _LIMIT, self._waits)
 
         def send() -> None:
             self._loop.ask(Ask(request, messages, entries_of, members))
@@ -223,28 +272,132 @@ class NodeSession:
 
     @property
     def sender(self) -> tuple[int, int, int]:
-        """Role code, rank and incarnation in the heads of messages."""
-        return (ROLE_CODES["worker"], self.worker.me.rank, self.worker.me.incarnation)
+        """Role, rank and incarnation of this worker, as messages have them."""
+        return ROLE_CODES["worker"], self.worker.me.rank, self.worker.me.incarnation
 
     def exchange(
         self,
         sends: Sequence[PlannedSend],
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
+        sent: Callable[[], object] = lambda: None,
+    ) -> list[Sequence[Buffer]] | Request:
+        """Send messages and receive their answers, in the calling thread if nothing else is in flight.
+
+        Returns the frames of the answers, in the order of `sends`: each says that its request succeeded, and nothing
+        else of it was looked at. Or a request as from `ask`: it was not the time for the former, or something else came
+        than these answers, or nothing for `ANSWER_S`. The frames of `sends` are in use until the answers are here or
+        the request is done.
+
+        Arguments:
+            as_request: returns what is asked then. Called at most once.
+            begun: called with the request before this returns, or raises.
+            sent: called when all is on its way, before anything is waited for.
+
+        Raises:
+            StoreClosed: as `ask`.
+            KeyboardInterrupt: or what else a signal handler raises. What was sent goes on as a request.
+        """
+        self.check()
+        turn, is_measured = self._turn, self.stages.is_on or self.recorder.is_on or self._trace.has_messages
+        if turn is not None and not is_measured and threading.get_ident() != self._thread.ident and not turn.is_wanted:
+            turn.want()  # Another thread may wait for answers. This one would only make it longer.
+            with turn.lock:
+                turn.begin()
+                exchange = self._reserve(sends)
+                if exchange is not None:
+                    self._calls += 1
+                    return self._carry_out(exchange, as_request, begun, sent)
+        request = self.ask(*as_request())
+        begun(request)
+        sent()
+        return request
+
+    def _reserve(self, sends: Sequence[PlannedSend]) -> _Exchange | None:
+        """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
+        assert self._direct is not None
+        links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
+        if self._is_closed or self._exchange is not None or self._loop.is_asked:
+            return None
+        for link in links:
+            if not self._direct.is_open(link):
+                return None
+        first = self.worker.reserve(len(sends))
+        return _Exchange(sends, links, first) if first else None
+
+    def _carry_out(
+        self,
+        exchange: _Exchange,
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
         sent: Callable[[], object],
     ) -> list[Sequence[Buffer]] | Request:
-        """Ask, and wait for a moment; return the frames of the answers, or the request if there is more to it."""
-        request = self.ask(*as_request())
-        sent()
+        # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
+        assert self._paths is not None
+        assert self._direct is not None
+        self._exchange = exchange
         try:
-            replies = request.wait(0.1)
-        except RuntimeFault:
-            begun(request)
-            return request
+            self._direct.take(exchange.links)
+            for number, send in enumerate(exchange.sends):
+                head = send.frames[0]
+                NUMBER.pack_into(cast(bytearray, head), NUMBER_AT, exchange.first + number)
+                if send.into is not None and len(exchange.links) == len(exchange.sends):
+                    self._direct.expect(send.link, send.into)
+                exchange.begun = number + 1
+                self._paths.send(send.link, send.frames)
+            sent()
+            answers = self._answers(exchange)
         except BaseException:
-            begun(request)
+            self._hand_over(exchange, as_request(), begun)
             raise
-        return [encode(reply) for reply in replies]
+        if answers is None:
+            return self._hand_over(exchange, as_request(), begun)
+        exchange.is_done = True
+        self._direct.give_back(drops=True)
+        self._exchange = None
+        return answers
+
+    def _answers(self, exchange: _Exchange) -> list[Sequence[Buffer]] | None:
+        """Wait for the answers and return them; None: something else came, or was to be done."""
+        assert self._paths is not None
+        assert self._direct is not None
+        until = time.monotonic() + ANSWER_S
+        while True:
+            came: list[Sequence[Buffer]] = []
+            for link in exchange.links:
+                inbox = self._paths.inbox(link)
+                if inbox is None:
+                    return None
+                came += inbox
+            if len(came) >= len(exchange.sends):
+                return answers_to(exchange.sends, came)
+            if not self._direct.wait(max(until - time.monotonic(), 0.0)):
+                return None
+
+    def _hand_over(self, exchange: _Exchange, asked: Asked, begun: Callable[[Request], object]) -> Request:
+        request = Request(asked.what, _LIMIT, self._waits)
+        exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)
+        begun(request)
+        self._transport.wake()
+        return request
+
+    def _take_over(self) -> Adopted | None:
+        """Return what a thread of the script has begun and left. For the node's thread, when it has the turn."""
+        left, self._exchange = self._exchange, None
+        if left is None:
+            return None
+        assert self._direct is not None
+        if left.is_done:
+            self._direct.give_back(drops=True)
+            return None
+        sent, ask = left.begun, left.ask
+        if sent and not self._direct.was_sent(left.sends[sent - 1].link, left.sends[sent - 1].frames[0]):
+            sent -= 1
+        self._direct.give_back()
+        if ask is None:  # It was interrupted twice.
+            messages = [(send.link, decode(send.frames)) for send in left.sends]
+            ask = Ask(Request("a call that was interrupted"), messages)
+        return Adopted(ask, left.first, sent)
 
     def check(self) -> None:
         """Raise StoreClosed where nothing can be asked any more.
@@ -324,10 +477,30 @@ class NodeSession:
                 action.request.resolve((), action.error)
             for asked in self._loop.unheard():
                 cast("Ask | Goodbye", asked).request.resolve((), self._dead())
+            if self._exchange is not None and self._exchange.ask is not None:
+                self._exchange.ask.request.resolve((), self._dead())
 
     def _dead(self) -> RuntimeFault:
         what = "this worker has left the job" if self._is_over else "the node's thread has ended"
         return StoreClosed(f"{what}: {self._crash!r}" if self._crash else what)
+
+
+def answers_to(sends: Sequence[PlannedSend], came: Sequence[Sequence[Buffer]]) -> list[Sequence[Buffer]] | None:
+    """Return what came in the order of the requests; None: these are not plain answers to just these.
+
+    No side effects.
+    """
+    if len(came) != len(sends):
+        return None
+    by_number = {bytes(frames[0][NUMBER_AT : NUMBER_AT + NUMBER.size]): frames for frames in came}
+    answers: list[Sequence[Buffer]] = []
+    for send in sends:
+        head = send.frames[0]
+        frames = by_number.get(bytes(head[NUMBER_AT : NUMBER_AT + NUMBER.size]))
+        if frames is None or bytes(frames[0][:FLAGS_AT]) != head[:FLAGS_AT] or frames[0][FLAGS_AT] != REPLY:
+            return None
+        answers.append(frames)
+    return answers
 
 
 class _CurrentSession:

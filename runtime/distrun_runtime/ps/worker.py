@@ -61,6 +61,11 @@ class Outbox:
             ready.append(message)
         return ready
 
+    def sent(self, message: Message) -> None:
+        """A message was sent past this queue: count it as on its way."""
+        if message.kind is Kind.PUSH and message.size:
+            self._in_flight[message.request] = message.size
+
     def drop(self, requests: Collection[int]) -> None:
         """Forget the messages of these requests that wait here."""
         self._heap = [each for each in self._heap if each[-1].request not in requests]
@@ -105,6 +110,17 @@ class Ask:
     the bucket; later messages must not name it."""
     members: Membership | None = None
     """Whom it cannot do without: the workers of the store that it is about. None: all of the job."""
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A request that a thread of the script has begun by itself, and leaves to this node."""
+
+    asked: Ask
+    first: int
+    """Number of its first message, from `Worker.reserve`."""
+    sent: int
+    """How many of its messages were sent."""
 
 
 @dataclass(frozen=True)
@@ -256,27 +272,46 @@ class Worker:
 
     # Requests
 
-    def _asked(self, asked: Ask | Goodbye, now: float) -> list[role.Action]:
-        if isinstance(asked, Goodbye):
-            return self._leave(asked, now)
+    def reserve(self, count: int) -> int:
+        """Return the first of so many numbers for messages that are sent past this node; 0: it has to send them itself.
+
+        They may be sent so only while nothing is in flight: then no order is broken. If all are answered, that is all;
+        otherwise `Adopted` follows.
+        """
+        if self._open or self._lost is not None or self._goodbye is not None or not self._ready.is_done:
+            return 0
+        first = self._numbers + 1
+        self._numbers += count
+        return first
+
+    def _asked(self, what: Ask | Adopted | Goodbye, now: float) -> list[role.Action]:
+        if isinstance(what, Goodbye):
+            return self._leave(what, now)
+        asked, first, sent = (what.asked, what.first, what.sent) if isinstance(what, Adopted) else (what, 0, 0)
         lost = None if self._lost is None else self._lost_to(asked.members)
         is_over = self._over is not None
         if lost is not None and (is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
             return [role.Resolve(asked.request, error=lost)]
         self._memberships.add(asked.members)
-        entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
+        if not first:
+            first = self._numbers + 1
+            self._numbers += len(asked.messages)
+        entry = _Open(asked.request, {}, asked.entries_of, asked.members, first)
         asked.request.missing = entry.missing
         actions: list[role.Action] = []
-        for link, message in asked.messages:
-            self._numbers += 1
-            entry.missing[self._numbers] = link
-            self._open[self._numbers] = entry
-            numbered = replace(message, request=self._numbers)
+        for number, (link, message) in enumerate(asked.messages, first):
+            entry.missing[number] = link
+            self._open[number] = entry
+            numbered = replace(message, request=number)
             entry.awaits_all |= message.kind is Kind.PUSH
             if message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
-                entry.sent[self._numbers] = numbered
-            if link in self._outboxes:
-                self._outboxes[link].put(numbered)
+                entry.sent[number] = numbered
+            outbox = self._outboxes.get(link)
+            if number < first + sent:
+                if outbox is not None:
+                    outbox.sent(numbered)
+            elif outbox is not None:
+                outbox.put(numbered)
             else:
                 actions.append(role.Send(link, numbered))
         if not entry.missing:

@@ -33,6 +33,7 @@ from distrun_runtime.transport.base import (
     Released,
     Transport,
 )
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.host_segments import NotShared, Segments
 
 MAGIC = b"DRKB"
@@ -44,6 +45,10 @@ _HEAD = struct.Struct("<4sBBHII")
 """Magic, version, kind, number of references, slot, generation."""
 _REFERENCE = struct.Struct("<IIQQ")
 """Number of the frame, segment, offset, length."""
+
+
+_UNREADABLE = (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared)
+"""What it raises to read what makes no sense."""
 
 
 class BulkKind(IntEnum):
@@ -99,6 +104,8 @@ class BulkTransport:
         self._inner = inner
         self.bind, self.connect, self.admitted, self.refused = inner.bind, inner.connect, inner.admitted, inner.refused
         self.wake = inner.wake
+        self.direct = inner if isinstance(inner, DirectTransport) else None
+        """What a thread that has the turn takes links from."""
         self._offers = offers
         self._large_bytes = large_bytes
         self._segments = Segments(token, pools)
@@ -120,6 +127,7 @@ class BulkTransport:
 
     def proven(self, link: Link) -> None:
         """Both sides have proven themselves: look for better paths."""
+        self._inner.proven(link)
         self._proven.add(link)
         if link.startswith("in:") and self._offers:
             try:
@@ -177,6 +185,16 @@ class BulkTransport:
         events, self._events = self._events, []
         return events
 
+    def inbox(self, link: Link) -> Sequence[Sequence[Buffer]] | None:
+        """Return the messages that have come on a link that was taken (`direct`), whole; None: it has ended."""
+        assert self.direct is not None
+        inbox = self.direct.inbox(link)
+        for place, frames in enumerate(inbox or ()):
+            if inbox and frames[0][:4] == MAGIC and frames[0][5] == BulkKind.CARRIED:
+                with contextlib.suppress(*_UNREADABLE):  # The polling thread finds it again.
+                    inbox[place] = self._whole(link, frames)
+        return inbox
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
         self._inner.close(linger_s)
@@ -216,7 +234,7 @@ class BulkTransport:
                 self._early[link] = frames  # The loop has not heard yet that the acceptor is proven.
             return
         try:
-            _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
+            _, version, kind, *_ = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError(f"data path version {version}; this program speaks version {VERSION}")
             if kind in {BulkKind.SEGMENTS, BulkKind.GONE}:
@@ -229,12 +247,8 @@ class BulkTransport:
             if kind != BulkKind.CARRIED:
                 self._control(link, frames)
                 return
-            whole = list(frames[1:])
-            table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
-            if len(table) != count:
-                raise WireError(f"a table of {len(table)} references, not of {count}")
-            self._segments.fill(whole, link, table, slot, generation)
-        except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
+            whole = self._whole(link, frames)
+        except _UNREADABLE as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
             reason = f"what it sent cannot be read: {type(err).__name__}: {err}"
             if link.startswith("in:"):
@@ -242,6 +256,16 @@ class BulkTransport:
             self._end(link, reason)
             return
         self._events.append(Arrived(link, whole))
+
+    def _whole(self, link: Link, frames: Sequence[Buffer]) -> list[Buffer]:
+        """Return the frames of a message, some of which are elsewhere."""
+        _, _, _, count, slot, generation = _HEAD.unpack_from(frames[0])
+        whole = list(frames[1:])
+        table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
+        if len(table) != count:
+            raise WireError(f"a table of {len(table)} references, not of {count}")
+        self._segments.fill(whole, link, table, slot, generation)
+        return whole
 
     def _end(self, link: Link, reason: str) -> None:
         self._inner.disconnect(link)

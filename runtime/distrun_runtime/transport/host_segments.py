@@ -242,7 +242,7 @@ class Segments:
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             one.connect(b"\0" + name)
-            _check_user(one)
+            check_user(one)
             _tell(one, self._proof(nonce), out.fd)
         except OSError as err:
             one.close()
@@ -316,7 +316,7 @@ class Segments:
                 one = self._listener.accept()[0]
                 one.setblocking(False)
                 try:
-                    _check_user(one)
+                    check_user(one)
                 except NotShared:
                     one.close()
                 else:
@@ -558,7 +558,12 @@ def _hear(one: socket.socket) -> tuple[str, int]:
     return data.decode("ascii", "replace"), fds[0] if fds else -1
 
 
-def _check_user(one: socket.socket) -> None:
+def check_user(one: socket.socket) -> None:
+    """Look whose process is at the other end of a Unix socket.
+
+    Raises:
+        NotShared: another user's.
+    """
     _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise NotShared(f"the process at the socket belongs to user {user}")

@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.backend import Socket as _Compiled
@@ -120,7 +120,9 @@ class ZmqTransport:
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
         self._selector = selectors.DefaultSelector()
-        """Descriptors of all sockets; the data are the socket, None for `_wake_in`."""
+        """Descriptors of all sockets; the data are the socket, None for `_wake_in`, a number for those of `watch`."""
+        self._release: Callable[[], None] | None = None
+        self._retake: Callable[[bool], None] = lambda is_urgent: None
         self._touched: set[zmq.Socket[bytes]] = set()
         """Sockets that may have something that their descriptor does not tell."""
         self._router: zmq.Socket[bytes] | None = None
@@ -247,13 +249,14 @@ class ZmqTransport:
         self._is_asleep = True
         # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
         is_due = events or sources or self._is_woken
-        for key, _ in self._selector.select(0.0 if is_due else max(0.0, timeout_s)):
-            if key.data is not None:
-                sources.append(key.data)
-            else:
+        news = self._wait(0.0 if is_due else max(0.0, timeout_s))
+        self._is_asleep = self._is_woken = False
+        for key, _ in news:
+            if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
-        self._is_asleep = self._is_woken = False
+            elif isinstance(key.data, zmq.Socket):
+                sources.append(key.data)
         for source in sources:
             if source not in self._monitors:
                 self._take(source, events)
@@ -266,6 +269,28 @@ class ZmqTransport:
         if self._admission.turned_away:
             events += self._admission.strangers()
         return events
+
+    def watch(self, fd: int) -> None:
+        """Have `poll` return when there is input at a descriptor, too."""
+        self._selector.register(fd, selectors.EVENT_READ, fd)
+
+    def share(self, release: Callable[[], None], retake: Callable[[bool], None]) -> None:
+        """Have `poll` call `release` before it waits, and `retake` afterwards: other threads may act meanwhile.
+
+        `retake` is told whether something has happened.
+        """
+        self._release, self._retake = release, retake
+
+    def _wait(self, timeout_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._release is None:
+            return self._selector.select(timeout_s)
+        news: list[tuple[selectors.SelectorKey, int]] = []
+        self._release()
+        try:
+            news = self._selector.select(timeout_s)
+        finally:
+            self._retake(bool(news))
+        return news
 
     def wake(self) -> None:
         """End a `poll`."""

@@ -347,7 +347,7 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         import sys
         from distrun_runtime.transport import host_segments
         from distrun_runtime.arrays.shared_memory import Pool
-        host_segments._check_user = lambda one: None
+        host_segments.check_user = lambda one: None
         host_segments.Segments(%r, [Pool()]).take("server-0", {"socket": sys.argv[1], "nonce": sys.argv[2]})
         print("sent", flush=True)
         sys.stdin.read()

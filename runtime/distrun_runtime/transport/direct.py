@@ -1,0 +1,823 @@
+"""Direct connections: a stream socket for the messages of two nodes, beside the ZeroMQ connection that proved them.
+
+A message over ZeroMQ passes through a thread of libzmq on each side. A direct connection spares that: the thread that
+has a message writes it to the socket, and the thread that waits for it reads it. On one host the socket is an abstract
+Unix socket, between hosts TCP. ZeroMQ's connection stays for the handshake and the heartbeats.
+
+    acceptor   offers a Unix socket, a port and a nonce, over the proven connection
+    opener     connects to the socket, else to the port, and sends an HMAC of the nonce, before all else
+    acceptor   answers with its own HMAC; from its mark on, which it sends over ZeroMQ, all that it sends goes by stream
+    opener     does the same
+
+The mark is the last message over ZeroMQ in its direction, and nothing of the stream is read before it has come. So the
+order is kept. What does not work is said (`PathChosen`), and messages go on travelling over ZeroMQ. The end of the
+stream is that of the connection, for both sides: `Down`, after all that had arrived.
+
+Threads: as `transport.base` says. With a `Turn`, another thread may act while the polling one waits: it takes some
+connections, sends and receives on them, and gives them back. A signal handler of Python may raise between any two steps
+of such a thread, so each change of a stream is one step: what `recv` returns is stored by the same C function that
+calls it (`list.extend(map(...))`), and the outcome of reading is one assignment.
+
+docs/protocol.md has the bytes. Linux: elsewhere there is no epoll, and `available` is false.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.protocol.message import ENTRY_LIMIT, FRAME_LIMIT
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger
+from distrun_runtime.transport.host_segments import NotShared, check_user
+from distrun_runtime.transport.zeromq import ZmqTransport
+
+MAGIC = b"DRKD"
+VERSION = 1
+_HEAD = struct.Struct("<4sBBxx")
+"""Magic, version, kind."""
+_NONCE_BYTES = 16
+PROOF_BYTES = _HEAD.size + hashlib.sha256().digest_size
+UNPROVEN_S = 10.0
+"""How long a connection may take to prove itself."""
+UNPROVEN = 128
+"""How many of them are kept; the oldest is closed when one more comes."""
+LOOK_S = 1.0
+"""How often these limits are looked at."""
+
+CHUNK_BYTES = 64 * 1024
+"""So much is read at once. Of a message that is longer, the rest is read to where it stays."""
+FRAMES_LIMIT = ENTRY_LIMIT + 8
+_BUFFERS = 1000
+"""How many buffers one system call is given; Linux takes 1,024."""
+_READS = 64
+"""How often one stream is read at once: others wait meanwhile."""
+_COUNT = struct.Struct("<I")
+_TABLES = [struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}") for count in range(16)]
+"""Number of frames and their sizes, filled up to a multiple of 8 bytes, by the number of frames."""
+
+available = hasattr(select, "epoll") and hasattr(os, "eventfd")
+
+
+class DirectKind(IntEnum):
+    """What a message of this module is, or a proof."""
+
+    OFFER = 1
+    """The acceptor, over ZeroMQ: where to connect. JSON."""
+    MARK = 2
+    """The last message over ZeroMQ in its direction."""
+    OPENER = 3
+    """The opener's proof, on the stream."""
+    ACCEPTOR = 4
+    """The acceptor's."""
+
+
+def _table(count: int) -> struct.Struct:
+    return _TABLES[count] if count < len(_TABLES) else struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
+
+
+class _Outgoing:
+    """The lease of a message that is being sent."""
+
+    __slots__ = ("buffers", "counts", "size")
+
+    def __init__(self, buffers: Sequence[Buffer], size: int) -> None:
+        self.buffers = buffers
+        self.size = size
+        self.counts: list[int] = []
+        """How many bytes each call has sent."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left to send."""
+        return sum(self.counts) >= self.size
+
+    def left(self) -> list[Buffer]:
+        """Return what is left of its buffers, as much as one system call takes."""
+        skipped, found = sum(self.counts), list[Buffer]()
+        for buffer in self.buffers:
+            size = memoryview(buffer).nbytes
+            if skipped < size:
+                found.append(memoryview(buffer).cast("B")[skipped:] if skipped else buffer)
+            skipped = max(skipped - size, 0)
+        return found[:_BUFFERS]
+
+
+class _Incoming:
+    """A message too long for a chunk, whose last frames are being received at their place."""
+
+    __slots__ = ("counts", "frames", "sizes", "target")
+
+    def __init__(self, frames: list[Buffer], sizes: Sequence[int], target: memoryview, counts: list[int]) -> None:
+        self.frames = frames
+        self.sizes = sizes
+        """Of the frames that follow; their bytes are in `target`."""
+        self.target = target
+        self.counts = counts
+        """How many bytes of it each call has received."""
+
+    def whole(self) -> list[Buffer] | None:
+        """Return the frames of the message; None: more is to come."""
+        if sum(self.counts) < len(self.target):
+            return None
+        at, frames = 0, self.frames
+        for size in self.sizes:
+            frame = self.target[at : at + size]
+            # As in `_parsed`.
+            frames.append(bytes(frame) if not frames or at % 8 else frame)
+            at += size
+        return frames
+
+
+class _Stream:
+    """A direct connection. It never waits."""
+
+    def __init__(self, link: Link, connection: socket.socket) -> None:
+        self.link = link
+        self.connection = connection
+        self.fd = connection.fileno()
+        self.end = ""
+        """Why nothing more comes; empty: it goes on."""
+        self.into: memoryview | None = None
+        """Where the third frame of a message of three is received if it is long and has this size."""
+        self.recent: Sequence[Buffer] = ()
+        """The first frames of the message that was sent last."""
+        self.out: deque[_Outgoing] = deque()
+        """What was not sent completely."""
+        self._in: tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None] = ([], b"", [], None)
+        """Whole messages that nobody has taken; bytes of an incomplete one, and those behind them that were not looked
+        at; else an incomplete long one."""
+        self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
+
+    @property
+    def inbox(self) -> list[Sequence[Buffer]]:
+        """Whole messages that nobody has taken. Take one by removing it."""
+        return self._in[0]
+
+    def send(self, frames: Sequence[Buffer]) -> Lease:
+        """Send a message, or queue what the socket does not take."""
+        count = len(frames)
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        table = _table(count).pack(count, *sizes)
+        item = _Outgoing([table, *frames], len(table) + sum(sizes))
+        self.out.append(item)
+        self.recent = frames[:2]
+        if len(self.out) == 1:
+            self.flush()
+        return COPIED if item.is_over else item
+
+    def flush(self) -> list[Lease]:
+        """Send what is queued, as far as the socket takes it; return the leases that are over."""
+        over: list[Lease] = []
+        while self.out:
+            item = self.out[0]
+            buffers = item.left() if item.counts or len(item.buffers) > _BUFFERS else item.buffers
+            try:
+                item.counts.extend(map(self._sendmsg, (buffers,)))
+            except BlockingIOError:
+                break
+            except OSError:
+                # The end is told by `read`, behind what still arrives.
+                return [*over, *self._drop()]
+            if item.is_over:
+                over.append(item)
+                self.out.popleft()
+        return over
+
+    def read(self) -> bool:
+        """Take in what has come: whole messages to `inbox`, the end to `end`. Return whether there may be more."""
+        for _ in range(_READS):
+            if self.end:
+                return False
+            messages, rest, chunks, long = self._in
+            try:
+                if long is None and not chunks:
+                    chunks.extend(map(self._recv, (CHUNK_BYTES,)))
+                elif long is not None:
+                    long.counts.extend(map(self._recv_into, (long.target[sum(long.counts) :],)))
+            except BlockingIOError:
+                return False
+            except OSError as err:
+                self.end = f"its connection broke: {err.strerror}"
+                return False
+            if long is not None:
+                if not long.counts[-1]:
+                    self.end = "its connection closed"
+                elif (whole := long.whole()) is not None:
+                    self._in = [*messages, whole], b"", [], None
+                elif long.counts[-1] < CHUNK_BYTES:
+                    return False
+                continue
+            chunk = chunks[0]
+            if not chunk:
+                self.end = "its connection closed"
+                return False
+            try:
+                self._in = self._parsed(messages, rest + chunk if rest else chunk)
+            except (ValueError, MemoryError, struct.error) as err:
+                self.end = f"what it sent cannot be read: {err}"
+            if len(chunk) < CHUNK_BYTES and self._in[3] is None:
+                return False  # There was no more.
+        return True
+
+    def _parsed(
+        self, messages: list[Sequence[Buffer]], data: bytes
+    ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None]:
+        """Return what `_in` becomes with the bytes that came.
+
+        Raises:
+            ValueError: they are no messages.
+        """
+        messages = list(messages)
+        view, at, length = memoryview(data), 0, len(data)
+        while length - at >= 8:
+            (count,) = _COUNT.unpack_from(data, at)
+            if not 0 < count <= FRAMES_LIMIT:
+                raise ValueError(f"a message of {count} frames")
+            table = _table(count)
+            start = at + table.size
+            if start > length:
+                break
+            sizes = table.unpack_from(data, at)[1:]
+            if max(sizes) > FRAME_LIMIT:
+                raise ValueError(f"a frame of {max(sizes)} bytes; the limit is {FRAME_LIMIT}")
+            end = start + sum(sizes)
+            is_long = end - length > CHUNK_BYTES
+            if end > length and not is_long:
+                break
+            frames: list[Buffer] = []
+            for number, size in enumerate(sizes):
+                if start + size > length:
+                    return messages, b"", [], self._long(frames, sizes[number:], view[start:])
+                # Elements lie at multiples of their size, and the first frame is looked up by its bytes.
+                is_copied = not number or start % 8
+                frames.append(data[start : start + size] if is_copied else view[start : start + size])
+                start += size
+            messages.append(frames)
+            at = end
+        return messages, data[at:], [], None
+
+    def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _Incoming:
+        into = self.into
+        if into is None or len(frames) != 2 or sizes != (len(into),):
+            into = np.empty(sum(sizes), np.uint8).data
+        into[: len(came)] = came
+        return _Incoming(frames, sizes, into, [len(came)])
+
+    def close(self) -> Sequence[Lease]:
+        """Close the connection, for children that were forked as well; return the leases that are over."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+        return self._drop()
+
+    def _drop(self) -> Sequence[Lease]:
+        dropped, self.out = self.out, deque()
+        for lost in dropped:
+            lost.counts.append(lost.size)
+        return dropped
+
+
+class Turn:
+    """Decides which thread acts on a transport and on what its loop keeps: the one that polls it, or another one while
+    that waits."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_wanted = False
+        """The polling thread waits for its turn."""
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable if another thread wants the turn."""
+        self._is_asked_for = False
+
+    def want(self) -> None:
+        """Have the thread that has the turn wait for nothing any more. Threads: any."""
+        if self.lock.locked():
+            self._is_asked_for = True
+            os.eventfd_write(self.fd, 1)
+
+    def begin(self) -> None:
+        """Forget who wanted the turn before. For the thread that has it, before it looks for what others want."""
+        if self._is_asked_for:
+            self._is_asked_for = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.fd)
+
+    def retake(self, is_urgent: bool) -> None:
+        """Take the turn back, for the polling thread."""
+        if not self.lock.acquire(blocking=False):
+            self.is_wanted = True
+            if is_urgent:
+                self.want()
+            self.lock.acquire()
+            self.is_wanted = False
+
+
+@dataclass
+class _Pair:
+    """What is known of a proven link that has, or may get, a stream."""
+
+    proofs: tuple[bytes, bytes] = (b"", b"")
+    """The opener's and the acceptor's; good for one connection."""
+    dialled: socket.socket | None = None
+    """The opener's connection, while it is not proven."""
+    stream: _Stream | None = None
+    """All messages are sent there."""
+    is_marked: bool = False
+    """The other side's mark has come: all messages come there."""
+
+
+class DirectTransport:
+    """Adds direct connections to a ZeroMQ transport.
+
+    Arguments:
+        ports: those that may be bound; empty: any.
+    """
+
+    def __init__(self, inner: ZmqTransport, token: bytes, ports: Sequence[int] = ()) -> None:
+        self._inner = inner
+        self.admitted, self.refused, self.shares = inner.admitted, inner.refused, inner.shares
+        self.wake = inner.wake
+        self._token = token
+        self._ports = ports
+        self._address = ""
+        """Where this node listens."""
+        self._peers: dict[Link, str] = {}
+        """Addresses of the nodes to which we have connected."""
+        self._epoll = select.epoll()
+        inner.watch(self._epoll.fileno())
+        self._sources: dict[int, Callable[[int], None]] = {}
+        """What acts on the news of each descriptor."""
+        self._listeners: list[socket.socket] | None = None
+        self._offer: dict[str, object] = {}
+        self._newcomers: dict[int, tuple[socket.socket, float, bytearray]] = {}
+        """Connections without proof, the oldest first: since when, and what they have sent."""
+        self._look_at = 0.0
+        """When they are looked at next."""
+        self._pairs: dict[Link, _Pair] = {}
+        self._early: dict[Link, Sequence[Buffer]] = {}
+        """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
+        self._streams: dict[Link, _Stream] = {}
+        """Those that all messages are sent on."""
+        self._open: dict[Link, _Stream] = {}
+        """Of these, those on which all messages come."""
+        self._turn: Turn | None = None
+        self._taken: tuple[Link, ...] = ()
+        """Links that another thread has taken."""
+        self._pollers: dict[tuple[Link, ...], select.poll] = {}
+        self._events: list[Event] = []
+
+    # The interface of a transport
+
+    def bind(self, address: str, ports: Sequence[int] = ()) -> int:
+        """Listen; return the port."""
+        self._address = address
+        return self._inner.bind(address, ports)
+
+    def connect(self, link: Link, endpoint: str) -> None:
+        """Open a connection."""
+        self._peers[link] = endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
+        self._inner.connect(link, endpoint)
+
+    def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
+        """Close a connection."""
+        self._forget(link)
+        self._inner.disconnect(link, linger_s)
+
+    def proven(self, link: Link) -> None:
+        """Both sides have proven themselves: look for a direct connection."""
+        pair = self._pairs[link] = _Pair()
+        if not link.startswith("in:"):
+            if link in self._early:
+                self._control(link, pair, self._early.pop(link))
+            return
+        if self._listeners is None:
+            self._listen()
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        pair.proofs = self._proofs(nonce)
+        self._say(link, DirectKind.OFFER, {**self._offer, "nonce": nonce.hex()})
+
+    def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
+        """Send a message."""
+        stream = self._streams.get(link)
+        if stream is None:
+            return self._inner.send(link, frames)
+        lease = stream.send(frames)
+        if lease is not COPIED:
+            self._watch(stream)
+        return lease
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait for events and return them."""
+        for event in self._inner.poll(0.0 if self._events else timeout_s):
+            if isinstance(event, Arrived) and event.frames[0][:4] == MAGIC:
+                self._arrived(event)
+            elif isinstance(event, Arrived) and event.link in self._open:
+                self._end(event.link, "what it sent came behind its mark")
+            elif isinstance(event, Down):
+                self._drain(event.link)
+                self._forget(event.link)
+                self._events.append(event)
+            else:
+                self._events.append(event)
+        # Last: what came by ZeroMQ was sent before what comes by stream.
+        for fd, mask in self._epoll.poll(0):
+            if fd in self._sources:  # It may have been closed a moment ago.
+                self._sources[fd](mask)
+        if self._listeners is not None and time.monotonic() >= self._look_at:
+            self._look()
+        events, self._events = self._events, []
+        return events
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close everything."""
+        end = time.monotonic() + linger_s
+        for stream in self._streams.values():
+            while stream.out and (left := end - time.monotonic()) > 0:
+                poller = select.poll()
+                poller.register(stream.fd, select.POLLOUT)
+                poller.poll(left * 1000)
+                stream.flush()
+        for link in list(self._pairs):
+            self._drain(link)  # What is not read makes the kernel drop what was sent.
+            self._forget(link)
+        for connection in [*(each[0] for each in self._newcomers.values()), *(self._listeners or ())]:
+            connection.close()
+        self._inner.close(linger_s)
+        self._epoll.close()
+
+    # For a thread that has the turn: a link that it has taken is its own until it gives it back
+
+    def turn(self) -> Turn:
+        """Let other threads act from now on. Who polls has the turn, but while it waits."""
+        turn = self._turn = Turn()
+        self._inner.share(turn.lock.release, turn.retake)
+        return turn
+
+    def is_open(self, link: Link) -> bool:
+        """Whether all messages of a link travel on a direct connection."""
+        return link in self._open
+
+    def take(self, links: tuple[Link, ...]) -> None:
+        """Take links that are open: the polling thread does not wait for what comes there."""
+        self._taken = links
+        for link in links:
+            self._watch(self._open[link])
+
+    def expect(self, link: Link, into: memoryview) -> None:
+        """Receive the third frame of a message of three there, if it is long and has this size. Until `give_back`."""
+        self._open[link].into = into
+
+    def inbox(self, link: Link) -> list[Sequence[Buffer]] | None:
+        """Return the messages that have come on a link that was taken; take one by removing it. None: it has ended."""
+        stream = self._open[link]
+        return None if stream.end else stream.inbox
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come on the links that were taken, and take it in; send what was queued.
+
+        Return whether to go on: something has come, and no other thread wants the turn.
+        """
+        assert self._turn is not None
+        poller = self._pollers.get(self._taken)
+        if poller is None:
+            poller = self._pollers[self._taken] = select.poll()
+            poller.register(self._turn.fd, select.POLLIN)
+            for link in self._taken:
+                poller.register(self._open[link].fd, select.POLLIN)
+        full = [stream for link in self._taken if (stream := self._open[link]).out]
+        for stream in full:
+            poller.modify(stream.fd, select.POLLIN | select.POLLOUT)
+        news = poller.poll(timeout_s * 1000)
+        for stream in full:
+            poller.modify(stream.fd, select.POLLIN)
+        for fd, mask in news:
+            if fd == self._turn.fd:
+                return False
+            self._sources[fd](mask)
+        return bool(news)
+
+    def was_sent(self, link: Link, head: Buffer) -> bool:
+        """Whether a message was given to `send` whose head is this very buffer; for the last message of a link."""
+        stream = self._open.get(link)
+        if stream is None:
+            return True
+        last = [*stream.recent, *(each for item in stream.out for each in item.buffers)]
+        return any(each is head for each in last)
+
+    def give_back(self, *, drops: bool = False) -> None:
+        """Give back the links that were taken, and what has come there and was not removed, unless that is dropped."""
+        links, self._taken = self._taken, ()
+        for link in links:
+            stream = self._open.get(link)
+            if stream is not None:
+                stream.into = None
+                if drops:
+                    stream.inbox.clear()
+                self._watch(stream)
+                self._deliver(stream)
+
+    # Streams
+
+    def _wait_for(self, fd: int, mask: int) -> None:
+        """Have `poll` act on this news of a descriptor, whatever was waited for there before."""
+        try:
+            if mask:
+                self._epoll.register(fd, mask)
+            else:
+                self._epoll.unregister(fd)  # With no mask its end would still be told, again and again.
+        except FileExistsError:
+            self._epoll.modify(fd, mask)
+        except FileNotFoundError:
+            pass
+
+    def _watch(self, stream: _Stream) -> None:
+        mask = select.EPOLLIN * (stream.link in self._open) | select.EPOLLOUT * bool(stream.out)
+        self._wait_for(stream.fd, 0 if stream.link in self._taken else mask)
+
+    def _news(self, stream: _Stream, mask: int) -> None:
+        link, is_taken = stream.link, stream.link in self._taken
+        if stream.out:
+            self._events += map(Released, stream.flush())
+            if not is_taken:
+                self._watch(stream)
+        if mask & ~select.EPOLLOUT and link in self._open:
+            stream.read()
+            if not is_taken:
+                self._deliver(stream)
+
+    def _deliver(self, stream: _Stream) -> None:
+        link, inbox = stream.link, stream.inbox
+        if inbox:
+            self._events += [Arrived(link, frames) for frames in inbox]
+            inbox.clear()
+        if stream.end:
+            self._end(link, stream.end)
+
+    def _drain(self, link: Link) -> None:
+        """Take in what had arrived on a link that has ended."""
+        stream = self._open.get(link)
+        if stream is not None:
+            while stream.read():
+                pass
+            self._events += [Arrived(link, frames) for frames in stream.inbox]
+
+    def _end(self, link: Link, reason: str) -> None:
+        self._inner.disconnect(link)
+        self._forget(link)
+        self._events.append(Down(link, reason))
+
+    def _forget(self, link: Link) -> None:
+        self._early.pop(link, None)
+        pair = self._pairs.pop(link, None)
+        if pair is None:
+            return
+        self._open.pop(link, None)
+        stream = self._streams.pop(link, None)
+        if stream is not None:
+            self._pollers.clear()
+            self._unwatch(stream.fd)
+            self._events += map(Released, stream.close())
+        elif pair.dialled is not None:
+            self._unwatch(pair.dialled.fileno())
+            pair.dialled.close()
+
+    def _unwatch(self, fd: int) -> None:
+        self._wait_for(fd, 0)
+        self._sources.pop(fd, None)
+
+    # Agreement
+
+    def _proofs(self, nonce: bytes) -> tuple[bytes, bytes]:
+        def proof(kind: DirectKind) -> bytes:
+            text = b"distrun direct %s " % kind.name.lower().encode() + nonce
+            return _HEAD.pack(MAGIC, VERSION, kind) + hmac.new(self._token, text, hashlib.sha256).digest()
+
+        return proof(DirectKind.OPENER), proof(DirectKind.ACCEPTOR)
+
+    def _say(self, link: Link, kind: DirectKind, body: dict[str, object]) -> None:
+        with contextlib.suppress(ConnectionError):  # `Down` follows.
+            self._inner.send(link, [_HEAD.pack(MAGIC, VERSION, kind), json.dumps(body).encode() if body else b""])
+
+    def _arrived(self, event: Arrived) -> None:
+        """Take in a message of this module."""
+        link = event.link
+        pair = self._pairs.get(link)
+        if pair is not None:
+            self._control(link, pair, event.frames)
+        elif link.startswith("in:"):
+            self._events.append(event)  # No node says this before it has proven itself: bad bytes.
+        else:
+            self._early[link] = event.frames  # The loop has not heard yet that the acceptor is proven.
+
+    def _control(self, link: Link, pair: _Pair, frames: Sequence[Buffer]) -> None:
+        try:
+            _, version, kind = _HEAD.unpack_from(frames[0])
+            if version != VERSION:
+                raise ValueError(f"version {version}; this program speaks version {VERSION}")
+            if kind == DirectKind.OFFER and pair.proofs == (b"", b""):
+                told = json.loads(bytes(frames[1]))
+                pair.proofs = self._proofs(bytes.fromhex(told["nonce"]))
+                self._dial(link, pair, str(told["socket"]), int(told["port"]))
+            elif kind == DirectKind.MARK and not pair.is_marked:
+                pair.is_marked = True
+                if pair.stream is not None:
+                    self._start(link, pair.stream)
+                elif pair.dialled is None:
+                    raise ValueError("its mark without a stream")
+            else:
+                raise ValueError(f"kind {kind} at this point")
+        except (struct.error, ValueError, KeyError, IndexError, TypeError) as err:
+            self._end(link, f"what it says of a direct connection cannot be read: {err}")
+
+    def _dial(self, link: Link, pair: _Pair, name: str, port: int) -> None:
+        """Take an offer: connect, and prove who we are."""
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            one.connect(b"\0" + name.encode())
+            check_user(one)
+        except (OSError, NotShared):
+            # The name is of another network namespace, or no process listens.
+            one.close()
+            address = self._peers[link]
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            with contextlib.suppress(OSError):  # `_dialled` finds out.
+                one.connect_ex((address, port))
+        pair.dialled = one
+        self._sources[one.fileno()] = lambda mask: self._dialled(link, pair, one)
+        self._wait_for(one.fileno(), select.EPOLLOUT)
+
+    def _dialled(self, link: Link, pair: _Pair, one: socket.socket) -> None:
+        """Our connection is there, or is not to be."""
+        try:
+            error = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            one.send(pair.proofs[0])
+        except OSError as err:
+            self._fail(link, pair, one, f"{self._peers[link]} cannot be reached directly: {err.strerror}")
+            return
+        got = bytearray()
+        self._sources[one.fileno()] = lambda mask: self._answered(link, pair, one, got)
+        self._wait_for(one.fileno(), select.EPOLLIN)
+
+    def _answered(self, link: Link, pair: _Pair, one: socket.socket, got: bytearray) -> None:
+        """The acceptor has answered. Without a limit of time: it may have sent its mark already."""
+        if not _hear(one, got):
+            return
+        if not hmac.compare_digest(got, pair.proofs[1]):
+            self._fail(link, pair, one, "the other side closed its direct connection, or its proof is wrong")
+            return
+        self._switch(link, pair, one)
+
+    def _fail(self, link: Link, pair: _Pair, one: socket.socket, reason: str) -> None:
+        self._unwatch(one.fileno())
+        one.close()
+        pair.dialled = None
+        if pair.is_marked:  # It sends nothing over ZeroMQ any more.
+            self._end(link, reason)
+        else:
+            self._events.append(PathChosen(link, "zeromq", reason))
+
+    def _switch(self, link: Link, pair: _Pair, one: socket.socket) -> None:
+        """Send all further messages on a stream that is proven."""
+        if one.family != socket.AF_UNIX:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = pair.stream = self._streams[link] = _Stream(link, one)
+        self._say(link, DirectKind.MARK, {})
+        self._sources[stream.fd] = lambda mask: self._news(stream, mask)
+        self._wait_for(stream.fd, 0)
+        if pair.is_marked:
+            self._start(link, stream)
+
+    def _start(self, link: Link, stream: _Stream) -> None:
+        """The other side's mark has come: read what it sends on the stream."""
+        self._open[link] = stream
+        self._watch(stream)
+        path = "unix" if stream.connection.family == socket.AF_UNIX else "tcp"
+        self._events.append(PathChosen(link, path))
+
+    # Who comes to our socket or port
+
+    def _listen(self) -> None:
+        self._listeners = []
+        name, port = b"distrun-direct-%s" % secrets.token_hex(16).encode(), 0
+        with contextlib.suppress(OSError):
+            self._listen_at(socket.AF_UNIX, b"\0" + name)
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        for each in self._ports or (0,):
+            try:
+                port = self._listen_at(family, (self._address, each))
+            except OSError as err:
+                if err.errno != errno.EADDRINUSE:
+                    break
+            else:
+                break
+        self._offer = {"socket": name.decode(), "port": port}
+
+    def _listen_at(self, family: int, where: Any) -> int:
+        """Listen; return the port."""
+        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            if family != socket.AF_UNIX:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(where)
+            one.listen(UNPROVEN)
+        except OSError:
+            one.close()
+            raise
+        assert self._listeners is not None
+        self._listeners.append(one)
+        self._sources[one.fileno()] = lambda mask: self._accept(one)
+        self._wait_for(one.fileno(), select.EPOLLIN)
+        return 0 if family == socket.AF_UNIX else int(one.getsockname()[1])
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            one = listener.accept()[0]
+        except OSError as err:
+            if err.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                self._wait_for(listener.fileno(), 0)  # until `_look`
+            return
+        one.setblocking(False)
+        try:
+            if one.family == socket.AF_UNIX:
+                check_user(one)
+        except NotShared:
+            one.close()
+            return
+        fd = one.fileno()
+        self._newcomers[fd] = one, time.monotonic() + UNPROVEN_S, bytearray()
+        self._sources[fd] = lambda mask: self._introduced(fd)
+        self._wait_for(fd, select.EPOLLIN)
+        if len(self._newcomers) > UNPROVEN:
+            self._turn_away(next(iter(self._newcomers)), f"more than {UNPROVEN} connections had proven nothing")
+
+    def _introduced(self, fd: int) -> None:
+        """One of them says who it is."""
+        one, _, got = self._newcomers[fd]
+        if not _hear(one, got):
+            return
+        for link, pair in self._pairs.items():
+            if pair.stream is None and link.startswith("in:") and hmac.compare_digest(got, pair.proofs[0]):
+                break
+        else:
+            self._turn_away(fd, "it gave a wrong proof, or one that was used" if got else "")
+            return
+        del self._newcomers[fd]
+        with contextlib.suppress(OSError):  # Its end is found where the stream is read.
+            one.send(pair.proofs[1])
+        self._switch(link, pair, one)
+
+    def _turn_away(self, fd: int, reason: str) -> None:
+        one = self._newcomers.pop(fd)[0]
+        if reason and one.family != socket.AF_UNIX:
+            address = ""
+            with contextlib.suppress(OSError):
+                address = str(one.getpeername()[0])
+            self._events.append(Stranger(address, f"{reason} (direct connection)"))
+        self._unwatch(fd)
+        one.close()
+
+    def _look(self) -> None:
+        """Close connections that prove nothing."""
+        now = time.monotonic()
+        self._look_at = now + LOOK_S
+        for fd, (_, until, _) in list(self._newcomers.items()):
+            if now >= until:
+                self._turn_away(fd, f"it had proven nothing for {UNPROVEN_S:g} s")
+        for listener in self._listeners or ():
+            self._wait_for(listener.fileno(), select.EPOLLIN)
+
+
+def _hear(one: socket.socket, got: bytearray) -> bool:
+    """Receive a proof, and no more; return whether it is complete. One that ended before is empty."""
+    try:
+        came = one.recv(PROOF_BYTES - len(got))
+    except BlockingIOError:
+        return False
+    except OSError:
+        came = b""
+    if not came:
+        got.clear()
+        return True
+    got += came
+    return len(got) == PROOF_BYTES
