@@ -280,7 +280,7 @@ class NodeSession:
         sends: Sequence[PlannedSend],
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
-        sent: Callable[[], object] = lambda: None,
+        sent: Callable[[], object],
     ) -> list[Sequence[Buffer]] | Request:
         """Send messages and receive their answers, in the calling thread if nothing else is in flight.
 
@@ -292,7 +292,9 @@ class NodeSession:
         Arguments:
             as_request: returns what is asked then. Called at most once.
             begun: called with the request before this returns, or raises.
-            sent: called when all is on its way, before anything is waited for.
+            sent: called once when the messages are on their way, or handed to the node's thread, so that others may
+                send. Not always if this raises. The caller may hold a lock until then for which no callback in the
+                node's thread (`Request.then`) waits.
 
         Raises:
             StoreClosed: as `ask`.
