@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from distrun_runtime.arrays.dtypes import Buffer
-from distrun_runtime.protocol.message import Kind, encode
+from distrun_runtime.protocol.message import NUMBER, NUMBER_AT, Kind, encode
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
 from distrun_runtime.store.plans import CallPlans
 from distrun_runtime.transport.resend import kind_of
 
 
-class Exchange(NamedTuple):
+@dataclass
+class SteadyCall:
     """What a steady call of one worker sends, and what it would send as a request."""
 
     rank: int
     sent: list[list[bytes]]
     asked: list[list[bytes]]
+    is_request: bool = True
+    """Whether it became one."""
 
     @property
     def kind(self) -> Kind:
@@ -32,26 +36,26 @@ class Exchange(NamedTuple):
 
 
 def joined(frames: Sequence[Buffer]) -> list[bytes]:
-    """Return head, body and payload of a message; how many frames a payload has means nothing."""
-    return [bytes(frames[0]), bytes(frames[1]), b"".join(map(bytes, frames[2:]))]
+    """Return head, body and payload of a message without its number; how many frames a payload has means nothing."""
+    head = bytes(frames[0])
+    number = slice(NUMBER_AT, NUMBER_AT + NUMBER.size)
+    return [head[: number.start] + head[number.stop :], bytes(frames[1]), b"".join(map(bytes, frames[2:]))]
 
 
-def exchanges(patch: pytest.MonkeyPatch) -> list[Exchange]:
+def steady_calls(patch: pytest.MonkeyPatch) -> list[SteadyCall]:
     """Return the list of steady calls to come."""
-    found: list[Exchange] = []
+    found: list[SteadyCall] = []
     exchange = NodeSession.exchange
 
     def watched(
-        self: NodeSession,
-        sends: Sequence[PlannedSend],
-        as_request: Callable[[], Asked],
-        begun: Callable[[Request], object],
-        sent: Callable[[], object],
+        self: NodeSession, sends: Sequence[PlannedSend], as_request: Callable[[], Asked], *others: Any, **more: Any
     ) -> Any:
         asked = [joined(encode(one, self.sender)) for _, one in as_request().messages]
-        # A copy, as the head is written again.
-        found.append(Exchange(self.rank, [joined(one.frames) for one in sends], asked))
-        return exchange(self, sends, as_request, begun, sent)
+        call = SteadyCall(self.rank, [joined(one.frames) for one in sends], asked)
+        found.append(call)
+        result = exchange(self, sends, as_request, *others, **more)
+        call.is_request = isinstance(result, Request)
+        return result
 
     patch.setattr(NodeSession, "exchange", watched)
     return found

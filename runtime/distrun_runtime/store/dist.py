@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, mxnet_shards, shards_on
+from distrun_runtime.ps.session import Exchange
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
@@ -46,7 +47,7 @@ from distrun_runtime.store.link import (
     open_link,
 )
 from distrun_runtime.store.pending import CompletedCall, Pending
-from distrun_runtime.store.plans import CallPlans, PlannedCall
+from distrun_runtime.store.plans import CallPlan, CallPlans, PlannedCall
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
 from distrun_runtime.store.values import RowSparse, Value
@@ -273,6 +274,15 @@ def create_dist(
     return DistBackend(type_name, node, staleness, deterministic, shared_by)
 
 
+class _Ahead(NamedTuple):
+    """A push that asked for its result, too."""
+
+    made: PlannedCall
+    exchange: Exchange
+    requests: list[Request]
+    """What it has become, if it has."""
+
+
 class DistBackend(StoreBackend):
     """A key-value store on the servers of the job.
 
@@ -318,6 +328,8 @@ class DistBackend(StoreBackend):
         """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
         """That push, if it asked for the result too, and what takes that in for outputs."""
+        self._ahead: _Ahead | None = None
+        """That push instead, if it was planned and its answers are not looked for yet."""
         node.before_end(self._flush_at_end)
 
     @property
@@ -419,6 +431,7 @@ class DistBackend(StoreBackend):
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
             self._learn(Kind.PULL, keys, call)
+            self._land()
             if keys is self._pushed:
                 keys.pulled_next += 1
                 expected, self._pushed, self._expected = self._expected, None, None
@@ -456,6 +469,7 @@ class DistBackend(StoreBackend):
 
     def _begin(self) -> None:
         """Begin a call that is not the pull of what was just pushed. Call with the lock held."""
+        self._land()
         keys, expected = self._pushed, self._expected
         self._pushed = self._expected = None
         if keys is not None:
@@ -500,60 +514,135 @@ class DistBackend(StoreBackend):
     def steady(
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
     ) -> Pending | None:
-        plan = self._plans.find(kind, key, priority, scale)
-        if plan is None or not self._link.plans:
-            return None
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
         held = [self._lock]
         self._lock.acquire()
         try:
+            plan = self._plans.find(kind, key, priority, scale)
+            if plan is None or not self._link.plans:
+                return None
             self.lifetime.check()
             self.lifetime.late.raise_first()
-            if not (self._is_quiet() and plan.fits(values, outs) and self._planning.acquire(blocking=False)):
+            if not plan.fits(values, outs) or not self._planning.acquire(blocking=False):
                 return None
             try:
-                made = self._transfers.begin(plan, values)
-                if made is not None:
-                    return self._exchange(made, outs, lambda: held.pop().release())
-                self._plans.drop(plan)
-                return None
+                return self._steady(plan, values, outs, lambda: held.pop().release())
             finally:
                 self._planning.release()
         finally:
             for lock in held:
                 lock.release()
 
-    def _exchange(self, made: PlannedCall, outs: Sequence[Array], sent: Callable[[], None]) -> Pending:
-        """Send a steady call and receive its answers in this thread."""
+    def _steady(
+        self, plan: CallPlan, values: Sequence[Array], outs: Sequence[Array], sent: Callable[[], None]
+    ) -> Pending | None:
+        """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
+        kind, keys, ahead = plan.name[0], plan.keys, self._ahead
+        follows = kind is Kind.PULL and keys is self._pushed
+        if ahead is not None and follows:
+            self._ahead = self._pushed = None
+            keys.pulled_next += 1
+            sent()
+            finish = partial(self._node.finish, ahead.exchange)
+            return self._answer(ahead.made, outs, ahead.requests, finish, own=False)
+        if ahead is not None or self._expected is not None or not self._is_quiet():
+            return None
+        if follows:
+            keys.pulled_next += 1
+            self._pushed = None
+        else:
+            self._begin()
+        if kind is Kind.PUSH:
+            self._pushed = keys
+            if keys.pulled_next >= PULLED_NEXT and (both := self._planned_ahead(plan)) is not None:
+                plan = both
+        made = self._transfers.begin(plan, values)
+        if made is None:
+            self._plans.drop(plan)
+            self._pushed = None
+            return None
         requests: list[Request] = []
+        exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), requests.append)
+        if kind is Kind.PUSH and plan.name[0] is Kind.PUSHPULL:
+            return self._push_ahead(made, requests, partial(exchange, waits=False))
+        return self._answer(made, outs, requests, partial(exchange, sent=sent), own=kind is Kind.PUSHPULL)
+
+    def _planned_ahead(self, plan: CallPlan) -> CallPlan | None:
+        """Return how a push asks for its result, too. Call with the lock held."""
+        _, names, priority, scale = plan.name
+        found = self._plans.find(Kind.PUSHPULL, names, priority, scale)
+        if found is None:
+            self._learn(Kind.PUSHPULL, plan.keys, CallOptions(priority, scale=scale))
+            found = self._plans.find(Kind.PUSHPULL, names, priority, scale)
+        return found
+
+    def _push_ahead(self, made: PlannedCall, requests: list[Request], exchange: Callable[[], Any]) -> Pending:
+        """Send a push that asks for its result. Call with the lock held."""
         try:
-            answers = self._link.exchange(made.sends, partial(self._transfers.asked, made), requests.append, sent)
+            found = exchange()
+        except BaseException:
+            for request in requests:
+                self._expected = self._asked_ahead(made, request)
+            raise
+        if isinstance(found, Request):
+            self._expected = self._asked_ahead(made, found)
+        else:
+            self._ahead = _Ahead(made, found, requests)
+        return CompletedCall(f"push of {made.plan.keys.named}")
+
+    def _asked_ahead(self, made: PlannedCall, request: Request) -> tuple[SentCall, Taking]:
+        taking = self._transfers.goes_on(made, request)
+        request.then(self._answered)
+        return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
+
+    def _land(self) -> None:
+        """Have a push that asked for its result go on as a request. Call with the lock held."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            request = self._node.finish(ahead.exchange, waits=False)
+            self._expected = self._asked_ahead(ahead.made, cast("Request", request))
+
+    def _answer(
+        self,
+        made: PlannedCall,
+        outs: Sequence[Array],
+        requests: list[Request],
+        exchange: Callable[[], Any],
+        *,
+        own: bool,
+    ) -> Pending:
+        """Receive the answers of a steady call in this thread; `own` as for `_pull_now`."""
+        try:
+            answers = exchange()
         except BaseException:
             # It was interrupted: what was sent goes on.
             for request in requests:
-                self._goes_on(made, request, outs).left_waiting()
+                self._goes_on(made, request, outs, own).left_waiting()
             raise
         if isinstance(answers, Request):
-            return self._goes_on(made, answers, outs)
+            return self._goes_on(made, answers, outs, own)
         done = CompletedCall(made.plan.what)
-        done.skipped = self._transfers.take(made, answers, outs)
+        done.skipped = self._transfers.take(made, answers, outs, own)
         return done
 
-    def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array]) -> SentCall:
+    def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array], own: bool) -> SentCall:
         """Return a steady call that has become a request."""
         kind = made.plan.name[0]
         with self._lock:
-            taking = self._transfers.goes_on(made, request)
             if kind is Kind.PUSH:
+                self._transfers.goes_on(made, request)
                 return self._sent(request)
-        request.then(self._answered)
-        take = partial(taking, [(out,) for out in outs], kind is Kind.PUSHPULL)
-        return SentCall(request, self._link, self.lifetime.late, take, is_watched=kind is Kind.PUSHPULL)
+            if kind is Kind.PUSHPULL:
+                sent, taking = self._asked_ahead(made, request)
+            else:
+                sent, taking = SentCall(request, self._link, self.lifetime.late), self._transfers.goes_on(made, request)
+        sent.take = partial(taking, [(out,) for out in outs], own)
+        return sent
 
     def _is_quiet(self) -> bool:
         """Whether nothing is kept, and all that was asked is answered. Call with the lock held."""
-        return self._pushed is None and not self._gathering.count and not self._link.is_busy
+        return not self._gathering.count and not self._link.is_busy
 
     def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
         """Have the call that was just made planned from now on, if that can be. Call with the lock held."""
@@ -705,8 +794,11 @@ class DistBackend(StoreBackend):
 
     def meet(self) -> Pending | None:
         with self._lock:
-            if not (self._link.plans and self._is_quiet()) or self._transfers.relays or self._link.held is not None:
+            if not (self._link.plans and self._is_quiet() and self._ahead is None and self._expected is None):
                 return None
+            if self._transfers.relays or self._link.held is not None:
+                return None
+            self._begin()
             number = self._link.next_call()
         call = self._link.meet("barrier", Kind.BARRIER, number)
         if call is not None:

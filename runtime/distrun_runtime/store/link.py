@@ -22,7 +22,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
+from distrun_runtime.ps.session import Asked, Exchange, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -163,14 +163,15 @@ class StoreLink:
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
         sent: Callable[[], object] = lambda: None,
-    ) -> list[Sequence[Buffer]] | Request:
+        waits: bool = True,
+    ) -> list[Sequence[Buffer]] | Request | Exchange:
         """As `NodeSession.exchange`, of a store of all workers."""
 
         def follow(request: Request) -> None:
             self._begun(request)
             begun(request)
 
-        return self.node.exchange(sends, as_request, follow, sent)
+        return self.node.exchange(sends, as_request, follow, sent, waits=waits)
 
     def _begun(self, request: Request) -> None:
         self._under_way.add(request)

@@ -475,6 +475,8 @@ class Transfers:
         route, payload = routes.plain, Payload.NONE if is_pull else Payload.PACKED
         if keys.has_rows or keys.size_bytes > PLANNED_BYTES or routes.push is not route or routes.pull is not route:
             return None
+        if kind is Kind.PUSHPULL and not self.goes_at_once(keys):
+            return None
         for portion in route.portions:
             is_unknown = not portion.bucket and not is_pull and len(portion.entries) >= BUCKET_ENTRIES
             if portion.is_relayed or not portion.size or is_unknown:
@@ -534,14 +536,14 @@ class Transfers:
             self._carries(request, plan.route.portions)
         return partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
 
-    def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> Notes:
+    def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array], own: bool) -> Notes:
         """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
         plan, numbers = made.plan, made.plan.route.numbers
         if plan.name[0] is Kind.PUSH:
             return {}
         if not plan.take(answers, outs):
             take = partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
-            return take([(out,) for out in outs], plan.name[0] is Kind.PUSHPULL, tuple(map(decode, answers)))
+            return take([(out,) for out in outs], own, tuple(map(decode, answers)))
         self._answered[numbers] = np.maximum(self._answered[numbers], made.rounds)
         return {}
 

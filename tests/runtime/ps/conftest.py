@@ -12,6 +12,7 @@ import pytest
 from cluster import PATHS, Cluster
 from delays import delay
 from history_server import History
+from plans import alternate
 
 
 @pytest.fixture(params=sorted(PATHS))
@@ -21,10 +22,12 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     On the path within the process, stores of all workers are those of a group (`cluster.AS_GROUP`).
 
     Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own. Not where a
-    module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first.
+    module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first. There, too, calls
+    that are planned and others come in any order.
     """
     if not getattr(request.module, "COUNTS_MESSAGES", False):
         delay(monkeypatch, request.node.nodeid)
+        alternate(monkeypatch, request.node.nodeid)
     monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
     return partial(Cluster, over=PATHS[request.param])
 
