@@ -349,12 +349,10 @@ class KVStore(KVStoreBase):
             priority: higher goes first, if there is a choice.
             scale: what this contribution is multiplied by where it is summed.
         """
-        if (
-            wait
-            and (steady := self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale))
-            is not None
-        ):
-            return _awaited(steady, steady.is_done)
+        if wait:
+            steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
+            if steady is not None:
+                return _awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
         with BorrowedArrays() as borrowed:
@@ -723,7 +721,7 @@ class KVStore(KVStoreBase):
         With wait=False the Pending is done then. Calls that all workers make together are finished first.
         """
         self._settled()
-        return _awaited((self._backend.meet() if wait else None) or self._backend.barrier(), wait)
+        return _awaited(self._backend.meet() if wait else self._backend.barrier(), wait)
 
     def join(self) -> None:
         """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data.

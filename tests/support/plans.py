@@ -24,6 +24,7 @@ class SteadyCall:
     rank: int
     sent: list[list[bytes]]
     asked: list[list[bytes]]
+    into: list[memoryview | None]
     is_request: bool = True
     """Whether it became one."""
 
@@ -51,7 +52,7 @@ def steady_calls(patch: pytest.MonkeyPatch) -> list[SteadyCall]:
         self: NodeSession, sends: Sequence[PlannedSend], as_request: Callable[[], Asked], *others: Any, **more: Any
     ) -> Any:
         asked = [joined(encode(one, self.sender)) for _, one in as_request().messages]
-        call = SteadyCall(self.rank, [joined(one.frames) for one in sends], asked)
+        call = SteadyCall(self.rank, [joined(one.frames) for one in sends], asked, [one.into for one in sends])
         found.append(call)
         result = exchange(self, sends, as_request, *others, **more)
         call.is_request = isinstance(result, Request)

@@ -222,7 +222,8 @@ class Portion:
             is_free = self.carried_by is None or self.carried_by.is_done
             copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
             self._copy = copy
-            return [self.join(values, copy)]
+            _copy_parts(self.parts, values, copy, 0)
+            return [copy.view(np.uint8).data]
         frames: list[Buffer] = []
         for part in self.parts:
             if isinstance(part, _Small):
@@ -233,26 +234,6 @@ class Portion:
                 flat = values[part.item].reshape(-1)[part.begin : part.end]
                 frames.append(np.ascontiguousarray(flat).view(np.uint8).data)
         return frames
-
-    def join(self, values: Sequence[Array], target: Array) -> memoryview:
-        """Copy the values' elements to a flat array, and return its bytes."""
-        _copy_parts(self.parts, values, target, 0)
-        return target.view(np.uint8).data
-
-    def views(self, flat: Array) -> Iterator[tuple[int, slice | None, Array]]:
-        """Yield what of an answer's elements is whose: the place of the key in the call, the run of its elements, and
-        these. The run is None if they are the whole value, in its shape."""
-        at = 0
-        for part in self.parts:
-            there = flat[at : at + part.size]
-            at += part.size
-            if isinstance(part, _Slice):
-                yield part.item, slice(part.begin, part.end), there
-                continue
-            for first, last, begin, shape in part.alike:
-                block = there[begin : begin + (last - first) * math.prod(shape)].reshape((last - first, *shape))
-                for number, item in enumerate(part.items[first:last]):
-                    yield item, None, block[number : number + 1].reshape(shape)
 
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""

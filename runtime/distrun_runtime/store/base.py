@@ -301,9 +301,9 @@ class StoreBackend(Protocol):
         """
         return None
 
-    def meet(self) -> Pending | None:
-        """Make a barrier that waits, if nothing is under way; None: nothing was done."""
-        return None
+    def meet(self) -> Pending:
+        """As `barrier`, and it may wait."""
+        return self.barrier()
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,15 +37,7 @@ from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
-from distrun_runtime.store.link import (
-    CollectiveCall,
-    Group,
-    StoreLink,
-    close_link,
-    group_of,
-    is_added_on_hosts,
-    open_link,
-)
+from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.plans import CallPlan, CallPlans, PlannedCall
 from distrun_runtime.store.reducer import reducer_for
@@ -274,15 +266,6 @@ def create_dist(
     return DistBackend(type_name, node, staleness, deterministic, shared_by)
 
 
-class _Ahead(NamedTuple):
-    """A push that asked for its result, too."""
-
-    made: PlannedCall
-    exchange: Exchange
-    requests: list[Request]
-    """What it has become, if it has."""
-
-
 class DistBackend(StoreBackend):
     """A key-value store on the servers of the job.
 
@@ -328,7 +311,7 @@ class DistBackend(StoreBackend):
         """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
         """That push, if it asked for the result too, and what takes that in for outputs."""
-        self._ahead: _Ahead | None = None
+        self._ahead: PlannedCall | None = None
         """That push instead, if it was planned and its answers are not looked for yet."""
         node.before_end(self._flush_at_end)
 
@@ -524,10 +507,10 @@ class DistBackend(StoreBackend):
                 return None
             self.lifetime.check()
             self.lifetime.late.raise_first()
-            if not plan.fits(values, outs) or not self._planning.acquire(blocking=False):
+            if not plan.fits(kind, values, outs) or not self._planning.acquire(blocking=False):
                 return None
             try:
-                return self._steady(plan, values, outs, lambda: held.pop().release())
+                return self._steady(kind, plan, values, outs, lambda: held.pop().release())
             finally:
                 self._planning.release()
         finally:
@@ -535,89 +518,62 @@ class DistBackend(StoreBackend):
                 lock.release()
 
     def _steady(
-        self, plan: CallPlan, values: Sequence[Array], outs: Sequence[Array], sent: Callable[[], None]
+        self, kind: Kind, plan: CallPlan, values: Sequence[Array], outs: Sequence[Array], sent: Callable[[], None]
     ) -> Pending | None:
         """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
-        kind, keys, ahead = plan.name[0], plan.keys, self._ahead
+        keys, ahead = plan.keys, self._ahead
         follows = kind is Kind.PULL and keys is self._pushed
-        if ahead is not None and follows:
-            self._ahead = self._pushed = None
-            keys.pulled_next += 1
-            sent()
-            finish = partial(self._node.finish, ahead.exchange)
-            return self._answer(ahead.made, outs, ahead.requests, finish, own=False)
-        if ahead is not None or self._expected is not None or not self._is_quiet():
+        if (ahead is None or not follows) and (ahead or self._expected or not self._is_quiet()):
             return None
         if follows:
             keys.pulled_next += 1
-            self._pushed = None
+            self._pushed = self._ahead = None
         else:
             self._begin()
-        if kind is Kind.PUSH:
-            self._pushed = keys
-            if keys.pulled_next >= PULLED_NEXT and (both := self._planned_ahead(plan)) is not None:
-                plan = both
+        if ahead is not None:
+            sent()
+            return self._answer(ahead, outs, partial(self._finish, ahead), own=False)
+        if kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT:
+            plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
         made = self._transfers.begin(plan, values)
         if made is None:
             self._plans.drop(plan)
-            self._pushed = None
             return None
-        requests: list[Request] = []
-        exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), requests.append)
-        if kind is Kind.PUSH and plan.name[0] is Kind.PUSHPULL:
-            return self._push_ahead(made, requests, partial(exchange, waits=False))
-        return self._answer(made, outs, requests, partial(exchange, sent=sent), own=kind is Kind.PUSHPULL)
+        exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), made.requests.append)
+        if kind is Kind.PUSH:
+            self._pushed = keys
+            if plan.name[0] is Kind.PUSHPULL:
+                try:
+                    made.ahead = exchange(waits=False)
+                finally:
+                    self._ahead = made if made.ahead or made.requests else None
+                return CompletedCall(f"push of {keys.named}")
+        return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
 
-    def _planned_ahead(self, plan: CallPlan) -> CallPlan | None:
-        """Return how a push asks for its result, too. Call with the lock held."""
-        _, names, priority, scale = plan.name
-        found = self._plans.find(Kind.PUSHPULL, names, priority, scale)
-        if found is None:
-            self._learn(Kind.PUSHPULL, plan.keys, CallOptions(priority, scale=scale))
-            found = self._plans.find(Kind.PUSHPULL, names, priority, scale)
-        return found
+    def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
+        """Receive the answers of a push that asked for its result; return them, or the request."""
+        if isinstance(made.ahead, Exchange):
+            return self._node.finish(made.ahead, waits=waits)
+        return made.requests[0]
 
-    def _push_ahead(self, made: PlannedCall, requests: list[Request], exchange: Callable[[], Any]) -> Pending:
-        """Send a push that asks for its result. Call with the lock held."""
-        try:
-            found = exchange()
-        except BaseException:
-            for request in requests:
-                self._expected = self._asked_ahead(made, request)
-            raise
-        if isinstance(found, Request):
-            self._expected = self._asked_ahead(made, found)
-        else:
-            self._ahead = _Ahead(made, found, requests)
-        return CompletedCall(f"push of {made.plan.keys.named}")
+    def _land(self) -> None:
+        """Have a push that asked for its result go on as a request. Call with the lock held."""
+        made, self._ahead = self._ahead, None
+        if made is not None:
+            self._expected = self._pushing(made, self._finish(made, waits=False))
 
-    def _asked_ahead(self, made: PlannedCall, request: Request) -> tuple[SentCall, Taking]:
+    def _pushing(self, made: PlannedCall, request: Request) -> tuple[SentCall, Taking]:
         taking = self._transfers.goes_on(made, request)
         request.then(self._answered)
         return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
 
-    def _land(self) -> None:
-        """Have a push that asked for its result go on as a request. Call with the lock held."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            request = self._node.finish(ahead.exchange, waits=False)
-            self._expected = self._asked_ahead(ahead.made, cast("Request", request))
-
-    def _answer(
-        self,
-        made: PlannedCall,
-        outs: Sequence[Array],
-        requests: list[Request],
-        exchange: Callable[[], Any],
-        *,
-        own: bool,
-    ) -> Pending:
+    def _answer(self, made: PlannedCall, outs: Sequence[Array], exchange: Callable[[], Any], *, own: bool) -> Pending:
         """Receive the answers of a steady call in this thread; `own` as for `_pull_now`."""
         try:
             answers = exchange()
         except BaseException:
             # It was interrupted: what was sent goes on.
-            for request in requests:
+            for request in made.requests:
                 self._goes_on(made, request, outs, own).left_waiting()
             raise
         if isinstance(answers, Request):
@@ -634,7 +590,7 @@ class DistBackend(StoreBackend):
                 self._transfers.goes_on(made, request)
                 return self._sent(request)
             if kind is Kind.PUSHPULL:
-                sent, taking = self._asked_ahead(made, request)
+                sent, taking = self._pushing(made, request)
             else:
                 sent, taking = SentCall(request, self._link, self.lifetime.late), self._transfers.goes_on(made, request)
         sent.take = partial(taking, [(out,) for out in outs], own)
@@ -647,9 +603,10 @@ class DistBackend(StoreBackend):
     def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
         """Have the call that was just made planned from now on, if that can be. Call with the lock held."""
         if call.waits and self._link.plans and not (self._is_async or self.compresses):
-            plan = self._transfers.plan(kind, keys, call)
-            if plan is not None:
-                self._plans.keep(plan)
+            for each in {kind, Kind.PUSHPULL if kind is Kind.PUSH else kind}:
+                plan = self._transfers.plan(each, keys, call)
+                if plan is not None:
+                    self._plans.keep(plan)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if self._is_async:
@@ -792,32 +749,22 @@ class DistBackend(StoreBackend):
 
     # Membership
 
-    def meet(self) -> Pending | None:
-        with self._lock:
-            if not (self._link.plans and self._is_quiet() and self._ahead is None and self._expected is None):
-                return None
-            if self._transfers.relays or self._link.held is not None:
-                return None
-            self._begin()
-            number = self._link.next_call()
-        call = self._link.meet("barrier", Kind.BARRIER, number)
-        if call is not None:
-            return self._met(call)
-        self.lifetime.late.raise_first()
-        return CompletedCall("barrier")
-
-    def _met(self, call: CollectiveCall) -> SentCall:
-        late, leave = self.lifetime.late, partial(self._link.leave, call)
-        return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
-
     def barrier(self) -> Pending:
+        return self._barrier(waits=False)
+
+    def meet(self) -> Pending:
+        return self._barrier(waits=True)
+
+    def _barrier(self, *, waits: bool) -> Pending:
         with self._lock:
             self._begin()
             self._flush()
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
             pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
-        return self._met(self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes))
+        call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes, waits=waits)
+        late, leave = self.lifetime.late, partial(self._link.leave, call)
+        return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
 
     def join(self) -> None:
         self._drain()

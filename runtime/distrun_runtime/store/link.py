@@ -20,7 +20,7 @@ from typing import Any
 from distrun_runtime.arrays.dtypes import Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Kind, Membership, Message, encode
+from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
 from distrun_runtime.ps.session import Asked, Exchange, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
@@ -212,9 +212,20 @@ class StoreLink:
         return call.number, dict(reply.body)
 
     def begin(
-        self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[Request] = ()
+        self,
+        what: str,
+        kind: Kind,
+        number: int,
+        body: Mapping[str, Any],
+        after: Sequence[Request] = (),
+        *,
+        waits: bool = False,
     ) -> CollectiveCall:
-        """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
+        """As `agree`, but without waiting for the answer; the call is made once `after` are done.
+
+        Arguments:
+            waits: the answer may be waited for.
+        """
         with self._lock:
             held, self.held = self.held, None
             if held is not None and (held.kind is Kind.JOIN or (held.kind, held.body) == (kind, body)):
@@ -223,34 +234,32 @@ class StoreLink:
                     return held
                 self.held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
-        request = self.call(what, kind, {**body, "number": number}, after)
-        request.then(lambda error: self._answered(kind, number, request, error))
-        return CollectiveCall(kind, number, body, request)
-
-    def meet(self, what: str, kind: Kind, number: int) -> CollectiveCall | None:
-        """Make a call that all workers make, and wait for the answer in this thread; return it if it goes on."""
-        message = Message(kind, store=self.store, body={"number": number})
-        head, body = encode(message, self.node.sender)
         begun: list[CollectiveCall] = []
 
         def follow(request: Request) -> None:
-            begun.append(CollectiveCall(kind, number, {}, request))
+            begun.append(CollectiveCall(kind, number, body, request))
             request.then(lambda error: self._answered(kind, number, request, error))
 
-        try:
-            self.exchange(
-                [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])],
-                lambda: Asked(what, [(SCHEDULER_LINK, message)]),
-                follow,
-            )
-        except BaseException:
-            for call in begun:
-                self.leave(call)
-            raise
-        if begun:
-            return begun[0]
-        self.settled(number, True)
-        return None
+        if waits and self.plans and not after:
+            try:
+                self._meet(what, Message(kind, store=self.store, body={**body, "number": number}), follow)
+            except BaseException:
+                for call in begun:
+                    self.leave(call)
+                raise
+        else:
+            follow(self.call(what, kind, {**body, "number": number}, after))
+        return begun[0]
+
+    def _meet(self, what: str, message: Message, begun: Callable[[Request], None]) -> None:
+        """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
+        head, body = encode(message, self.node.sender)
+        sends = [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])]
+        answers = self.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), begun)
+        if isinstance(answers, list):
+            request = Request(what)
+            request.resolve(tuple(map(decode, answers)), None)
+            begun(request)
 
     def leave(self, call: CollectiveCall) -> None:
         """Take back a call whose caller stops waiting, if that can be."""

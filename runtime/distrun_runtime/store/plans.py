@@ -1,8 +1,8 @@
 """Plans of data calls: what a call over the same keys needs at every step, worked out once.
 
 Training calls with the same keys, shapes and dtypes in every step. A plan holds the heads of such a call's messages,
-encoded, and where values and answers lie in memory of the store's own. A steady call checks that the arrays are alike,
-writes rounds into the heads, copies, and sends and receives in the calling thread (`NodeSession.exchange`).
+encoded. A steady call checks that the arrays are alike, writes rounds into the heads, copies, and sends and receives
+in the calling thread (`NodeSession.exchange`).
 
 What is not steady takes the path without a plan (`store.dist`), which says the same by the same bytes: rows, encoded
 values, GPUs, several values of a key, relays, groups, asynchronous stores, calls that do not wait, or follow others
@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, Buffer, copy
-from distrun_runtime.arrays.shared_memory import Pool
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload
+from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Portion, Route, step_of
 from distrun_runtime.ps.session import PlannedSend
 from distrun_runtime.store.base import Selection
 from distrun_runtime.store.keys import Key
 
 PLANNED_BYTES = 16 * 1024 * 1024
-"""Calls of more bytes are not planned: copies take their time, and the memory of a plan stays."""
+"""Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
 STAGED_BYTES = 32 * 1024
 """Messages of fewer bytes do not go by shared memory: a reference costs as much as the copies."""
 PLANNED_KEYS = 1 << 16
@@ -37,8 +38,6 @@ PLANNED_KEYS = 1 << 16
 _STEP = struct.Struct("<I")
 _PAYLOAD_AT = HEAD_BYTES + ENTRY.fields["payload"][1]  # type: ignore[index]
 _PACKED = bytes([Payload.PACKED])
-_LINE = 64
-"""What lies side by side in memory begins at a multiple of so many bytes."""
 
 Name = tuple[Kind, tuple[Key, ...], int, float]
 """Kind, keys as they were given, priority, scale."""
@@ -47,57 +46,45 @@ Name = tuple[Kind, tuple[Key, ...], int, float]
 class PlannedMessage:
     """One message of a planned call."""
 
-    def __init__(self, portion: Portion, head: bytes, staging: Pool | None) -> None:
+    def __init__(self, portion: Portion, head: bytes, has_answer: bool) -> None:
         self.portion = portion
-        self.bucket = portion.bucket
         self.size_bytes = portion.size * portion.dtype.itemsize
-        self.is_staged = staging is not None
-        """Whether the server reads its values where they are."""
-        self.values: Array | None = None
-        """Where values are joined, if the server does not."""
+        self._bucket = portion.bucket
+        self._has_answer = has_answer
         self.into: memoryview | None = None
-        """Where the answer is received, if it comes as bytes."""
-        self._pieces: list[tuple[int, slice | None, Array]] = []
-        """The same by key: its place in the call, the run of its value (None: all of it), and the elements."""
-        self.renew(head)
-
-    def renew(self, head: Buffer) -> None:
-        """Go on with a copy of a head: the present one may still be sent."""
+        """Where a large answer is received, if it comes as bytes: memory that is there already."""
         self.head = bytearray(head)
-        self._rounds = np.frombuffer(self.head, ENTRY, offset=HEAD_BYTES)["round"] if not self.bucket else None
+        self.renew()
 
-    def use(self, memory: Array) -> None:
-        """Have values and the answer in two halves of some bytes."""
-        self.values, answer = (half.view(self.portion.dtype) for half in np.split(memory[: 2 * self.size_bytes], 2))
-        self.into = answer.view(np.uint8).data
-        self._pieces = [*self.portion.views(answer)]
+    def renew(self) -> None:
+        """Write no memory any more that may still be in use."""
+        self.into = None
+        self.head = bytearray(self.head)
+        self._rounds = np.frombuffer(self.head, ENTRY, offset=HEAD_BYTES)["round"] if not self._bucket else None
 
     def is_at(self, rounds: Array) -> bool:
-        """Write the rounds of the call's keys into the head; tell whether a server understands it."""
+        """Write the rounds of the call's keys into the head; tell whether its server understands it."""
+        if self._bucket != self.portion.bucket:
+            return False
         if self._rounds is not None:
             self._rounds[...] = rounds[self.portion.items]
-            return not self.portion.bucket
-        step = step_of(self.portion, rounds) if self.bucket == self.portion.bucket else -1
+            return True
+        step = step_of(self.portion, rounds)
         if step >= 0:
             _STEP.pack_into(self.head, STEP_AT, step)
         return step >= 0
+
+    def send(self, text: bytes, payloads: Sequence[Buffer], is_staged: bool) -> PlannedSend:
+        """Return the message to be sent; `is_staged`: its answer is in memory that is shared."""
+        if self._has_answer and self.into is None and self.size_bytes >= STAGED_BYTES and not is_staged:
+            self.into = memoryview(bytearray(self.size_bytes))
+        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into)
 
     def is_answered(self, frames: Sequence[Buffer]) -> bool:
         """Whether an answer has the values and says nothing else."""
         if len(frames[1]) or bytes(frames[0][_PAYLOAD_AT :: ENTRY.itemsize]).strip(_PACKED):
             return False
-        return sum(memoryview(frame).nbytes for frame in frames[2:]) == self.size_bytes
-
-    def write(self, frames: Sequence[Buffer], outs: Sequence[Array]) -> None:
-        """Write the values of an answer to outputs, by place."""
-        if frames[2] is not self.into:
-            self.portion.scatter(frames[2:], outs)
-            return
-        for item, run, values in self._pieces:
-            if run is None:
-                outs[item][...] = values
-            else:
-                copy(values, outs[item].reshape(-1)[run])
+        return size_of(frames[2:]) == self.size_bytes
 
 
 @dataclass(eq=False)
@@ -108,24 +95,20 @@ class CallPlan:
     keys: Selection
     route: Route
     messages: list[PlannedMessage]
-    body: Mapping[str, float]
-    """Of all messages."""
     text: bytes
-    """Its JSON."""
-    _memory: Array | None = None
+    """The body of all messages."""
 
     @property
     def what(self) -> str:
         """The call, for people."""
         return f"{self.name[0].name.lower()} of {self.keys.named}"
 
-    def fits(self, values: Any, outs: Any) -> bool:
+    def fits(self, kind: Kind, values: Any, outs: Any) -> bool:
         """Whether arrays, as they were given for the keys, are as the plan has them.
 
         Raises:
             KVError: outputs of two keys share memory.
         """
-        kind = self.name[0]
         if kind is not Kind.PULL and not self._are_alike(values):
             return False
         if kind is Kind.PUSH:
@@ -139,54 +122,10 @@ class CallPlan:
     def _are_alike(self, arrays: Any) -> bool:
         return (type(arrays) is tuple or type(arrays) is list) and self.keys.fits(arrays)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of memory for values and answers."""
-        return sum(2 * -(-each.size_bytes // _LINE) * _LINE for each in self.messages if not each.is_staged)
-
-    def use(self, memory: Array) -> None:
-        """Have values and answers in some bytes: at least `size_bytes`."""
-        if memory is self._memory:
-            return
-        self._memory, at = memory, 0
-        for each in self.messages:
-            if not each.is_staged:
-                each.use(memory[at:])
-                at += 2 * -(-each.size_bytes // _LINE) * _LINE
-
     def renew(self) -> None:
-        """Write nothing any more that may still be sent."""
-        self._memory = None
+        """Write no memory any more that may still be in use."""
         for each in self.messages:
-            each.renew(each.head)
-
-    def sends(
-        self,
-        rounds: Array,
-        values: Sequence[Array],
-        staging: Callable[[Portion], Pool | None],
-        in_place: frozenset[int],
-    ) -> list[PlannedSend] | None:
-        """Return the messages at some rounds; None: the plan has come to its end, as servers expect others now.
-
-        Arguments:
-            staging: returns memory that a portion's server reads where it is.
-            in_place: places of values that servers read where they are.
-        """
-        found = []
-        for each in self.messages:
-            pool = staging(each.portion)
-            if not each.is_at(rounds) or (pool is not None) != each.is_staged:
-                return None
-            frames: list[Buffer] = [each.head, self.text]
-            if self.name[0] is not Kind.PULL:
-                frames += (
-                    each.portion.gather(values, False, pool, in_place)
-                    if each.values is None
-                    else [each.portion.join(values, each.values)]
-                )
-            found.append(PlannedSend(each.portion.link, frames, each.into))
-        return found
+            each.renew()
 
     def take(self, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> bool:
         """Write what came to outputs; return False if there is more in the answers, and write nothing."""
@@ -194,17 +133,22 @@ class CallPlan:
         if not all(each.is_answered(frames) for each, frames in pairs):
             return False
         for each, frames in pairs:
-            each.write(frames, outs)
+            each.portion.scatter(frames[2:], outs)
         return True
 
 
-class PlannedCall(NamedTuple):
+@dataclass(eq=False)
+class PlannedCall:
     """A call that is made by a plan."""
 
     plan: CallPlan
     rounds: Array
     """Of each key."""
     sends: list[PlannedSend]
+    requests: list[Request] = field(default_factory=list)
+    """What it has become, if it has."""
+    ahead: object = None
+    """Of a push that asked for its result, too: the `Exchange` that has it, or a request."""
 
 
 class CallPlans:

@@ -42,7 +42,7 @@ from distrun_runtime.ps.routing import (
     Route,
     portions_of,
 )
-from distrun_runtime.ps.session import Asked
+from distrun_runtime.ps.session import Asked, PlannedSend
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
@@ -208,8 +208,6 @@ class Transfers:
         self._answered = np.zeros(0, np.int64)
         """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
-        self._memory: Array | None = None
-        """Bytes that planned calls send from and receive into, one at a time."""
         self._stitched: Stitched = OrderedDict()
         """What `view` has put together."""
         self.relays: set[int] = set()
@@ -271,14 +269,19 @@ class Transfers:
         loaded: list[Loaded] = []
         with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
-                # Memory that this server reads where it is, if it is on this host; else None.
-                staging = self._link.node.staging(portion.link)
+                staging = self._staging(portion)
                 if portion.is_plain:
                     loaded.append((portion, portion.gather(values, lent, staging, in_place), Payload.PACKED))
                 else:
                     frames = self._compressor.encode_all(portion, keys.records, values, staging)
                     loaded.append((portion, frames, Payload.FRAME))
         return loaded
+
+    def _staging(self, portion: Portion) -> Pool | None:
+        """Return memory that a portion's server reads where it is; None: it does not, or the portion is small."""
+        if portion.is_plain and portion.size * portion.dtype.itemsize < STAGED_BYTES:
+            return None
+        return self._link.node.staging(portion.link)
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
@@ -356,7 +359,7 @@ class Transfers:
         *,
         skip: Mapping[str, Any] | None = None,
     ) -> Request:
-        body: dict[str, Any] = {} if call.scale == 1.0 else {"scale": call.scale}
+        body = _body(call.scale)
         if skip is not None:
             body["skip"] = dict(skip)
         rounds = self._rounds[route.numbers] + 1
@@ -471,70 +474,64 @@ class Transfers:
 
     def plan(self, kind: Kind, keys: Selection, call: CallOptions) -> CallPlan | None:
         """Return how the call that was just made is made from now on; None: not by a plan."""
-        routes, is_pull = self._routes(keys), kind is Kind.PULL
-        route, payload = routes.plain, Payload.NONE if is_pull else Payload.PACKED
+        routes, pulls = self._routes(keys), kind is not Kind.PUSH
+        route, payload = routes.plain, Payload.NONE if kind is Kind.PULL else Payload.PACKED
         if keys.has_rows or keys.size_bytes > PLANNED_BYTES or routes.push is not route or routes.pull is not route:
             return None
         if kind is Kind.PUSHPULL and not self.goes_at_once(keys):
             return None
         for portion in route.portions:
-            is_unknown = not portion.bucket and not is_pull and len(portion.entries) >= BUCKET_ENTRIES
+            is_unknown = payload is Payload.PACKED and not portion.bucket and len(portion.entries) >= BUCKET_ENTRIES
             if portion.is_relayed or not portion.size or is_unknown:
                 return None
-        body = {} if call.scale == 1.0 else {"scale": call.scale}
         loaded: list[Loaded] = [(portion, (), payload) for portion in route.portions]
-        messages = []
-        for portion, (_, message) in zip(
-            route.portions, self._messages(kind, loaded, self._rounds[route.numbers], body, call.priority), strict=True
-        ):
-            head, text = map(bytes, encode(message, self._link.node.sender))
-            messages.append(PlannedMessage(portion, head, self._staging(portion)))
+        rounds, body = self._rounds[route.numbers], _body(call.scale)
+        made = [message for _, message in self._messages(kind, loaded, rounds, body, call.priority)]
+        frames = [[*map(bytes, encode(message, self._link.node.sender))] for message in made]
+        messages = [PlannedMessage(each, head, pulls) for each, (head, _) in zip(route.portions, frames, strict=True)]
         name = (kind, tuple(record.key for record in keys.records), call.priority, call.scale)
-        return CallPlan(name, keys, route, messages, body, text)
-
-    def _staging(self, portion: Portion) -> Pool | None:
-        """Return memory that a portion's server reads where it is; None: it does not, or the portion is small."""
-        if portion.size * portion.dtype.itemsize < STAGED_BYTES:
-            return None
-        return self._link.node.staging(portion.link)
+        return CallPlan(name, keys, route, messages, frames[0][1])
 
     def begin(self, plan: CallPlan, values: Sequence[Array]) -> PlannedCall | None:
-        """Return a steady call that is ready to be sent; None: the plan has come to its end.
+        """Return a steady call that is ready to be sent; None: servers expect other messages than the plan has now.
 
         The call is this worker's next contribution, so it has to be sent.
         """
-        kind, route = plan.name[0], plan.route
+        kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
         rounds = self._rounds[route.numbers]
         if kind is not Kind.PULL:
             rounds += 1
-        if self._memory is None or len(self._memory) < plan.size_bytes:
-            self._memory = np.empty(plan.size_bytes, np.uint8)
-        plan.use(self._memory)
-        in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
-        sends = plan.sends(rounds, values, self._staging, in_place)
-        if sends is None:
+        if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
+        in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
+        for each in plan.messages:
+            if not each.is_at(rounds):
+                return None
+            pool = self._staging(each.portion)
+            payloads = () if kind is Kind.PULL else each.portion.gather(values, False, pool, in_place)
+            sends.append(each.send(plan.text, payloads, pool is not None))
         if kind is not Kind.PULL:
             self._rounds[route.numbers] = rounds
         return PlannedCall(plan, rounds, sends)
 
     def asked(self, made: PlannedCall) -> Asked:
         """Return what a steady call asks of the servers, as messages."""
-        kind, _, priority, _ = made.plan.name
+        kind, _, priority, scale = made.plan.name
         payload = Payload.NONE if kind is Kind.PULL else Payload.PACKED
-        loaded = [
-            (each.portion, send.frames[2:], payload) for each, send in zip(made.plan.messages, made.sends, strict=True)
-        ]
-        messages = self._messages(kind, loaded, made.rounds, made.plan.body, priority)
+        pairs = zip(made.plan.messages, made.sends, strict=True)
+        loaded = [(each.portion, send.frames[2:], payload) for each, send in pairs]
+        messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
         return Asked(made.plan.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
 
     def goes_on(self, made: PlannedCall, request: Request) -> Taking:
         """A steady call has become a request; return what takes its replies in."""
-        plan, self._memory = made.plan, None
-        plan.renew()
-        if plan.name[0] is not Kind.PULL:
-            self._carries(request, plan.route.portions)
-        return partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
+        made.plan.renew()
+        if made.plan.name[0] is not Kind.PULL:
+            self._carries(request, made.plan.route.portions)
+        return self._taking(made)
+
+    def _taking(self, made: PlannedCall) -> Taking:
+        return partial(self._taken, route=made.plan.route, rounds=made.rounds, records=made.plan.keys.records)
 
     def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array], own: bool) -> Notes:
         """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
@@ -542,8 +539,7 @@ class Transfers:
         if plan.name[0] is Kind.PUSH:
             return {}
         if not plan.take(answers, outs):
-            take = partial(self._taken, route=plan.route, rounds=made.rounds, records=plan.keys.records)
-            return take([(out,) for out in outs], own, tuple(map(decode, answers)))
+            return self._taking(made)([(out,) for out in outs], own, tuple(map(decode, answers)))
         self._answered[numbers] = np.maximum(self._answered[numbers], made.rounds)
         return {}
 
@@ -622,6 +618,11 @@ class Transfers:
                 for record in keys.records
             ]
         return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes, relays)
+
+
+def _body(scale: float) -> dict[str, Any]:
+    """Return the body of a contribution."""
+    return {} if scale == 1.0 else {"scale": scale}
 
 
 def _how(setting: Compression | None) -> How:

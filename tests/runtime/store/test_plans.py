@@ -20,6 +20,7 @@ from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store import plans as store_plans
+from distrun_runtime.store.transfers import Transfers
 
 SHAPE = (2, 3)
 
@@ -118,27 +119,28 @@ def test_calls_with_and_without_plans_in_any_order_give_the_same_values(data: st
         assert run_job(script, 2, 2, over="direct") == [expected] * 2
 
 
-def test_a_steady_call_makes_no_new_memory_and_its_plan_lives_on(
+def test_large_answers_that_travel_as_bytes_are_received_in_the_same_memory_again(
     steady: list[plans.SteadyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[object] = []
-    use = store_plans.CallPlan.use
+    monkeypatch.setattr(Transfers, "_staging", lambda self, portion: None)
+    size = 100_000
 
-    def used(self: store_plans.CallPlan, memory: Any) -> None:
-        made.append(memory)
-        use(self, memory)
+    def script(kv: KVStore) -> list[float]:
+        kv.init(["a", "b"], [full(0, (size,)), full(0, (5,))])
+        seen = []
+        for step in range(10):
+            outs = [full(-1, (size,)), full(-1, (5,))]
+            kv.pushpull(["a", "b"], [full(step, (size,)), full(step + 1, (5,))], outs)
+            seen.append(float(outs[0][-1] + outs[1][0]))
+        return seen
 
-    monkeypatch.setattr(store_plans.CallPlan, "use", used)
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        for _ in range(10):
-            kv.pushpull("w", full(1))
-
-    run_job(script, 1, 1, over="direct")
-    assert len(made) == 9
-    # A call that has become a request, as this machine was slow, leaves its memory to it.
-    assert len({id(memory) for memory in made}) <= 1 + sum(one.is_request for one in steady)
+    assert run_job(script, 2, 1, over="direct") == [[4.0 * step + 2 for step in range(10)]] * 2
+    for rank in range(2):
+        calls = [one for one in steady if one.rank == rank and one.kind is Kind.PUSHPULL]
+        assert len(calls) == 9
+        assert all(into is not None and len(into) == 4 * (size + 5) for one in calls for into in one.into)
+        # A call that has become a request, as this machine was slow, leaves its memory to it.
+        assert len({id(into) for one in calls for into in one.into}) <= 1 + sum(one.is_request for one in calls)
 
 
 # What is no steady call
@@ -412,10 +414,16 @@ def looping(calls: str, size: int, then: str) -> str:
     return textwrap.dedent(text) + textwrap.dedent(then)
 
 
-@pytest.mark.parametrize("after_s", [0.03, 0.4], ids=["waiting by itself", "waiting for the node"])
-@pytest.mark.parametrize("calls", sorted(CALLS))
+@pytest.mark.parametrize(
+    ("calls", "after_s"),
+    [
+        ("push and pull", 0.03),
+        *(pytest.param(calls, 0.03, marks=pytest.mark.slow) for calls in ("barrier", "one key", "pushpull")),
+        *(pytest.param(calls, 0.4, marks=pytest.mark.slow) for calls in sorted(CALLS)),
+    ],
+)
 def test_ctrl_c_in_a_steady_call_ends_it_at_once_and_the_store_goes_on(calls: str, after_s: float) -> None:
-    """Rank 0 is interrupted in the call, and only then does rank 1 make it."""
+    """Rank 0 is interrupted in the call, and only then does rank 1 make it. After 0.4 s the node's thread waits."""
     then = f"""
         import os, signal, threading, time
         from pathlib import Path
@@ -450,7 +458,9 @@ def test_ctrl_c_in_a_steady_call_ends_it_at_once_and_the_store_goes_on(calls: st
         assert all("sum 39.0 39.0" in job.out(name) for name in names), job.report()
 
 
-@pytest.mark.parametrize("calls", sorted(CALLS))
+@pytest.mark.parametrize(
+    "calls", ["pushpull", *(pytest.param(each, marks=pytest.mark.slow) for each in ("barrier", "push and pull"))]
+)
 def test_a_node_that_dies_in_a_steady_call_ends_it_and_is_named(calls: str) -> None:
     then = f"""
         if kv.rank == 0:
