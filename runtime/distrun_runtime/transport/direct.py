@@ -35,6 +35,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -59,6 +60,8 @@ UNPROVEN_S = 10.0
 """How long a connection may take to prove itself."""
 UNPROVEN = 128
 """How many of them are kept; the oldest is closed when one more comes."""
+ENDING_S = 0.5
+"""How long a stream may outlive the ZeroMQ connection: both end with their process, but in any order."""
 LOOK_S = 1.0
 """How often these limits are looked at."""
 
@@ -67,6 +70,7 @@ CHUNK_BYTES = 64 * 1024
 FRAMES_LIMIT = ENTRY_LIMIT + 8
 _BUFFERS = 1000
 """How many buffers one system call is given; Linux takes 1,024."""
+_BACKLOG = 128
 _READS = 64
 """How often one stream is read at once: others wait meanwhile."""
 _COUNT = struct.Struct("<I")
@@ -139,7 +143,7 @@ class _Incoming:
             return None
         at, frames = 0, self.frames
         for size in self.sizes:
-            frame = self.target[at : at + size]
+            frame = self.target if size == len(self.target) else self.target[at : at + size]
             # As in `_parsed`.
             frames.append(bytes(frame) if not frames or at % 8 else frame)
             at += size
@@ -201,11 +205,11 @@ class _Stream:
                 self.out.popleft()
         return over
 
-    def read(self) -> bool:
-        """Take in what has come: whole messages to `inbox`, the end to `end`. Return whether there may be more."""
+    def read(self) -> None:
+        """Take in what has come: whole messages to `inbox`, the end to `end`."""
         for _ in range(_READS):
             if self.end:
-                return False
+                return
             messages, rest, chunks, long = self._in
             try:
                 if long is None and not chunks:
@@ -213,29 +217,28 @@ class _Stream:
                 elif long is not None:
                     long.counts.extend(map(self._recv_into, (long.target[sum(long.counts) :],)))
             except BlockingIOError:
-                return False
+                return
             except OSError as err:
-                self.end = f"its connection broke: {err.strerror}"
-                return False
+                self.end = f"its connection closed: {err.strerror}"
+                return
             if long is not None:
                 if not long.counts[-1]:
                     self.end = "its connection closed"
                 elif (whole := long.whole()) is not None:
                     self._in = [*messages, whole], b"", [], None
                 elif long.counts[-1] < CHUNK_BYTES:
-                    return False
+                    return
                 continue
             chunk = chunks[0]
             if not chunk:
                 self.end = "its connection closed"
-                return False
+                return
             try:
                 self._in = self._parsed(messages, rest + chunk if rest else chunk)
             except (ValueError, MemoryError, struct.error) as err:
                 self.end = f"what it sent cannot be read: {err}"
             if len(chunk) < CHUNK_BYTES and self._in[3] is None:
-                return False  # There was no more.
-        return True
+                return  # There was no more.
 
     def _parsed(
         self, messages: list[Sequence[Buffer]], data: bytes
@@ -304,7 +307,8 @@ class Turn:
         self.is_wanted = False
         """The polling thread waits for its turn."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable if another thread wants the turn."""
+        """Readable if another thread wants the turn. Open as long as a thread may want it."""
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._is_asked_for = False
 
     def want(self) -> None:
@@ -378,6 +382,8 @@ class DirectTransport:
         """Those that all messages are sent on."""
         self._open: dict[Link, _Stream] = {}
         """Of these, those on which all messages come."""
+        self._ending: dict[Link, tuple[Down, float]] = {}
+        """Links that have ended over ZeroMQ, and how long what comes by stream is still taken in."""
         self._turn: Turn | None = None
         self._taken: tuple[Link, ...] = ()
         """Links that another thread has taken."""
@@ -426,21 +432,28 @@ class DirectTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
+        if self._ending:
+            timeout_s = min(timeout_s, *(until - time.monotonic() for _, until in self._ending.values()))
         for event in self._inner.poll(0.0 if self._events else timeout_s):
             if isinstance(event, Arrived) and event.frames[0][:4] == MAGIC:
                 self._arrived(event)
             elif isinstance(event, Arrived) and event.link in self._open:
                 self._end(event.link, "what it sent came behind its mark")
-            elif isinstance(event, Down):
-                self._drain(event.link)
-                self._forget(event.link)
-                self._events.append(event)
+            elif isinstance(event, Down) and event.link in self._open:
+                # What was sent before may still be under way on the stream.
+                self._inner.disconnect(event.link)
+                self._ending[event.link] = event, time.monotonic() + ENDING_S
             else:
+                if isinstance(event, Down):
+                    self._forget(event.link)
                 self._events.append(event)
         # Last: what came by ZeroMQ was sent before what comes by stream.
         for fd, mask in self._epoll.poll(0):
             if fd in self._sources:  # It may have been closed a moment ago.
                 self._sources[fd](mask)
+        for link, (down, until) in list(self._ending.items()):
+            if time.monotonic() >= until:
+                self._end(link, down.reason)
         if self._listeners is not None and time.monotonic() >= self._look_at:
             self._look()
         events, self._events = self._events, []
@@ -456,7 +469,8 @@ class DirectTransport:
                 poller.poll(left * 1000)
                 stream.flush()
         for link in list(self._pairs):
-            self._drain(link)  # What is not read makes the kernel drop what was sent.
+            if link in self._open:
+                self._open[link].read()  # What is not read makes the kernel drop what was sent.
             self._forget(link)
         for connection in [*(each[0] for each in self._newcomers.values()), *(self._listeners or ())]:
             connection.close()
@@ -571,14 +585,6 @@ class DirectTransport:
         if stream.end:
             self._end(link, stream.end)
 
-    def _drain(self, link: Link) -> None:
-        """Take in what had arrived on a link that has ended."""
-        stream = self._open.get(link)
-        if stream is not None:
-            while stream.read():
-                pass
-            self._events += [Arrived(link, frames) for frames in stream.inbox]
-
     def _end(self, link: Link, reason: str) -> None:
         self._inner.disconnect(link)
         self._forget(link)
@@ -590,6 +596,7 @@ class DirectTransport:
         if pair is None:
             return
         self._open.pop(link, None)
+        self._ending.pop(link, None)
         stream = self._streams.pop(link, None)
         if stream is not None:
             self._pollers.clear()
@@ -740,7 +747,7 @@ class DirectTransport:
             if family != socket.AF_UNIX:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(where)
-            one.listen(UNPROVEN)
+            one.listen(_BACKLOG)
         except OSError:
             one.close()
             raise

@@ -1,0 +1,533 @@
+"""Direct connections: how they come about, who is turned away, and that nothing is lost, repeated or out of order."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ports import free_port
+from transports import DEADLINE_S, HELLO, HOST, LONG, SHORT, WELCOME, agree, endpoint, frames_of, has, until, welcomed
+
+from distrun_runtime.transport import direct
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
+from distrun_runtime.transport.direct import DirectTransport, Turn
+from distrun_runtime.transport.zeromq import ZmqTransport
+
+TOKEN = b"a secret of this job"
+BY_TCP = {"socket": ""}
+"""What is changed in an offer to have a stream over TCP."""
+
+
+class Pair:
+    """An acceptor and an opener in this process, which have welcomed each other."""
+
+    def __init__(self, change: dict[str, Any] | None = None, ports: tuple[int, ...] = (), host: str = HOST) -> None:
+        self.acceptor, self.opener = (DirectTransport(ZmqTransport(LONG, TOKEN), TOKEN, ports) for _ in range(2))
+        if change is not None:
+            say = self.acceptor._say
+            self.acceptor._say = lambda link, kind, body: say(link, kind, {**body, **change} if body else body)  # type: ignore[method-assign]
+        if host == HOST:
+            self.link = welcomed(self.acceptor, self.opener)
+        else:
+            self.opener.connect("server-0", "tcp://[%s]:%d" % (host, self.acceptor.bind(host)))
+            until(self.opener, has(Up), self.acceptor)
+            self.opener.send("server-0", HELLO)
+            [arrived] = until(self.acceptor, has(Arrived), self.opener)
+            self.link = arrived.link
+            self.acceptor.send(self.link, WELCOME)
+            self.acceptor.proven(self.link)
+            until(self.opener, has(Arrived), self.acceptor)
+
+    def agree(self) -> list[PathChosen]:
+        """Let both agree; return what the opener has chosen."""
+        self.opener.proven("server-0")
+        return agree(self.acceptor, self.opener)
+
+    def offer(self) -> tuple[str, int, bytes]:
+        """Return the acceptor's socket, its port and the nonce that it gave to the opener."""
+        proofs = self.acceptor._pairs[self.link].proofs
+        return str(self.acceptor._offer["socket"]), int(str(self.acceptor._offer["port"])), proofs[0]
+
+    def close(self) -> None:
+        self.opener.close()
+        self.acceptor.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(*arguments: Any, **more: Any) -> Pair:
+        made.append(Pair(*arguments, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+WAYS = [pytest.param(None, "unix", id="unix"), pytest.param(BY_TCP, "tcp", id="tcp")]
+
+
+@pytest.mark.parametrize(("change", "path"), WAYS)
+def test_all_messages_travel_by_stream_once_both_have_agreed(
+    pair: Callable[..., Pair], change: dict[str, Any] | None, path: str
+) -> None:
+    one = pair(change)
+    assert one.agree() == [PathChosen("server-0", path)]
+    assert one.opener.is_open("server-0")
+    assert one.acceptor.is_open(one.link)
+    by_zeromq: list[str] = []
+    for side in (one.opener, one.acceptor):
+        side._inner.send = lambda link, frames: by_zeromq.append(link)  # type: ignore[method-assign,assign,func-returns-value]
+    one.opener.send("server-0", [b"request", b"", b"x" * 300_000])
+    [request] = until(one.acceptor, has(Arrived), one.opener)
+    one.acceptor.send(one.link, [b"answer", b""])
+    [answer] = [event for event in until(one.opener, has(Arrived), one.acceptor) if isinstance(event, Arrived)]
+    assert (request.link, frames_of(request)) == (one.link, [b"request", b"", b"x" * 300_000])
+    assert (answer.link, frames_of(answer)) == ("server-0", [b"answer", b""])
+    assert not by_zeromq
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_a_stream_between_ipv6_addresses_comes_about(pair: Callable[..., Pair]) -> None:
+    try:
+        one = pair(BY_TCP, host="::1")
+    except OSError:
+        pytest.skip("no IPv6 loopback")
+    assert one.agree() == [PathChosen("server-0", "tcp")]
+
+
+def test_the_second_port_is_of_the_range_as_well(pair: Callable[..., Pair]) -> None:
+    ports = tuple(free_port() for _ in range(3))
+    one = pair(BY_TCP, ports)
+    assert one.agree() == [PathChosen("server-0", "tcp")]
+    assert one.offer()[1] in ports
+
+
+def test_messages_go_on_over_zeromq_where_nothing_can_be_reached(pair: Callable[..., Pair]) -> None:
+    one = pair({**BY_TCP, "port": free_port()})
+    one.opener.proven("server-0")
+    [chosen] = until(one.opener, has(PathChosen), one.acceptor)
+    assert (chosen.path, "127.0.0.1 cannot be reached directly: Connection refused") == ("zeromq", chosen.reason)
+    one.opener.send("server-0", [b"request", b""])
+    [request] = until(one.acceptor, has(Arrived), one.opener)
+    assert frames_of(request) == [b"request", b""]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), is_tcp=st.booleans())
+def test_no_message_is_lost_repeated_or_overtaken_whenever_the_connection_changes(seed: int, is_tcp: bool) -> None:
+    chance = random.Random(seed)
+    one = Pair(BY_TCP if is_tcp else None)
+    sides = {"out": (one.opener, "server-0"), "in": (one.acceptor, one.link)}
+    sent: dict[str, list[list[bytes]]] = {"out": [], "in": []}
+    came: dict[str, list[list[bytes]]] = {"out": [], "in": []}
+    begins = chance.randrange(20)
+    try:
+        for step in range(120):
+            if step == begins:
+                one.opener.proven("server-0")
+            way = chance.choice(["out", "in"])
+            side, link = sides[way]
+            if chance.random() < 0.6:
+                sizes = [chance.choice([0, 1, 4, 52, 4096, 100_000]) for _ in range(chance.randrange(1, 6))]
+                frames = [b"%d" % step, *(chance.randbytes(size) for size in sizes)]
+                sent[way].append(frames)
+                side.send(link, frames)
+            else:
+                collect(side.poll(0.001 * chance.random()), came["in" if way == "out" else "out"])
+        deadline = time.monotonic() + DEADLINE_S
+        while came != sent or not (one.opener.is_open("server-0") and one.acceptor.is_open(one.link)):
+            assert time.monotonic() < deadline, {way: (len(sent[way]), len(came[way])) for way in sent}
+            collect(one.opener.poll(0.01), came["in"])
+            collect(one.acceptor.poll(0.01), came["out"])
+    finally:
+        one.close()
+
+
+def collect(events: list[Event], into: list[list[bytes]]) -> None:
+    for event in events:
+        assert not isinstance(event, (Down, Stranger)), event
+        if isinstance(event, Arrived):
+            into.append(frames_of(event))
+
+
+# Who comes
+
+
+def test_a_wrong_proof_is_turned_away_and_told(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    _, port, proof = one.offer()
+    with socket.create_connection((HOST, port)) as stranger:
+        stranger.sendall(proof[:-1] + bytes([proof[-1] ^ 1]))
+        [told] = until(one.acceptor, has(Stranger))
+        assert told == Stranger(HOST, "it gave a wrong proof, or one that was used (direct connection)")
+        assert stranger.recv(1) == b""
+    assert one.agree() == [PathChosen("server-0", "unix")]
+
+
+def test_a_proof_is_good_for_one_connection(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    _, port, proof = one.offer()
+    one.agree()
+    with socket.create_connection((HOST, port)) as thief:
+        thief.sendall(proof)
+        until(one.acceptor, has(Stranger))
+        assert thief.recv(1) == b""
+    one.opener.send("server-0", [b"still", b""])
+    assert has(Arrived)(until(one.acceptor, has(Arrived), one.opener))
+
+
+def test_nothing_but_the_proof_is_read_of_a_connection_that_has_not_proven_itself(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    _, port, proof = one.offer()
+    with socket.create_connection((HOST, port)) as stranger:
+        stranger.sendall(b"x" * 1000)
+        until(one.acceptor, has(Stranger))
+        with pytest.raises(ConnectionError):  # what was not read makes it a reset
+            while stranger.recv(1000):
+                pass
+            raise ConnectionResetError
+    assert len(proof) == direct.PROOF_BYTES
+
+
+def test_a_connection_that_proves_nothing_is_closed_in_time(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "UNPROVEN_S", 0.2)
+    monkeypatch.setattr(direct, "LOOK_S", 0.05)
+    one = pair()
+    with socket.create_connection((HOST, one.offer()[1])) as silent:
+        [told] = until(one.acceptor, has(Stranger))
+        assert "it had proven nothing for 0.2 s" in told.reason
+        assert silent.recv(1) == b""
+
+
+def test_many_connections_that_prove_nothing_keep_no_node_away(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "UNPROVEN", 5)
+    one = pair(BY_TCP)
+    crowd = [socket.create_connection((HOST, one.offer()[1])) for _ in range(12)]
+    events = until(one.acceptor, has(Stranger, 7))
+    assert all("more than 5 connections" in event.reason for event in events)
+    assert one.agree() == [PathChosen("server-0", "tcp")]
+    for each in crowd:
+        each.close()
+
+
+def test_an_acceptor_with_a_wrong_proof_gets_no_message(pair: Callable[..., Pair]) -> None:
+    impostor = socket.create_server((HOST, 0))
+    one = pair({**BY_TCP, "port": impostor.getsockname()[1]})
+    one.opener.proven("server-0")
+    until(one.opener, lambda events: bool(one.opener._pairs["server-0"].dialled), one.acceptor)
+    impostor.settimeout(DEADLINE_S)
+    connection, _ = impostor.accept()
+    connection.sendall(b"x" * direct.PROOF_BYTES)
+    [chosen] = until(one.opener, has(PathChosen), one.acceptor)
+    assert chosen.path == "zeromq"
+    assert "its proof is wrong" in chosen.reason
+    one.opener.send("server-0", [b"request", b""])
+    assert has(Arrived)(until(one.acceptor, has(Arrived), one.opener))
+    connection.settimeout(DEADLINE_S)
+    assert len(connection.recv(1000)) == direct.PROOF_BYTES
+    connection.close()
+    impostor.close()
+
+
+def test_a_peer_that_accepts_and_says_nothing_holds_up_no_message(pair: Callable[..., Pair]) -> None:
+    half_open = socket.create_server((HOST, 0))
+    one = pair({**BY_TCP, "port": half_open.getsockname()[1]})
+    one.opener.proven("server-0")
+    for number in range(20):
+        one.opener.send("server-0", [b"%d" % number, b""])
+        one.opener.poll(0.01)
+    assert len(until(one.acceptor, has(Arrived, 20), one.opener)) == 20
+    assert not one.opener.is_open("server-0")
+    half_open.close()
+
+
+def test_a_message_over_zeromq_behind_the_mark_ends_the_connection(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.opener._inner.send("server-0", [b"late", b""])
+    [down] = until(one.acceptor, has(Down), one.opener)
+    assert "behind its mark" in down.reason
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{", b'{"nonce": 3}', b'{"nonce": "00", "socket": "", "port": "x"}', b"\xff\xfe"]
+)
+def test_an_offer_that_makes_no_sense_ends_the_connection(pair: Callable[..., Pair], body: bytes) -> None:
+    one = pair()
+    one.opener._early["server-0"] = [one.opener._early["server-0"][0], body] if one.opener._early else []
+    if not one.opener._early["server-0"]:
+        one.opener._early["server-0"] = [direct._HEAD.pack(direct.MAGIC, 1, direct.DirectKind.OFFER), body]
+    one.opener.proven("server-0")
+    [down] = until(one.opener, has(Down), one.acceptor)
+    assert "cannot be read" in down.reason
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bytes(8), b"\xff" * 16, direct._table(1).pack(1, direct.FRAME_LIMIT + 1)],
+    ids=["no frames", "too many frames", "too large a frame"],
+)
+def test_bytes_that_are_no_messages_end_the_connection(pair: Callable[..., Pair], data: bytes) -> None:
+    one = pair()
+    one.agree()
+    one.opener._streams["server-0"].connection.sendall(data)
+    [down] = until(one.acceptor, has(Down), one.opener)
+    assert "what it sent cannot be read" in down.reason
+
+
+# Full buffers, ends
+
+
+@pytest.mark.parametrize("change", [None, BY_TCP], ids=["unix", "tcp"])
+def test_send_never_waits_and_what_is_left_goes_with_later_polls(
+    pair: Callable[..., Pair], change: dict[str, Any] | None
+) -> None:
+    one = pair(change)
+    one.agree()
+    payloads = [os.urandom(1 << 20) for _ in range(24)]
+    leases = [one.opener.send("server-0", [b"%d" % at, b"", each]) for at, each in enumerate(payloads)]
+    assert not leases[-1].is_over
+    late = [lease for lease in leases if lease is not COPIED]
+    came: list[list[bytes]] = []
+    released: list[Event] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(came) < len(payloads) or len(released) < len(late):
+        assert time.monotonic() < deadline
+        released += [event for event in one.opener.poll(0.01) if isinstance(event, Released)]
+        collect(one.acceptor.poll(0.01), came)
+    assert came == [[b"%d" % at, b"", each] for at, each in enumerate(payloads)]
+    assert [event.lease for event in released if isinstance(event, Released)] == late
+    assert all(lease.is_over for lease in leases)
+
+
+@pytest.mark.parametrize("change", [None, BY_TCP], ids=["unix", "tcp"])
+def test_what_had_arrived_comes_before_the_end(pair: Callable[..., Pair], change: dict[str, Any] | None) -> None:
+    one = pair(change)
+    one.agree()
+    for number in range(100):
+        one.acceptor.send(one.link, [b"%d" % number, b"", b"x" * number])
+    one.acceptor.close()
+    *messages, end = until(one.opener, has(Down))
+    assert [frames_of(event)[0] for event in messages] == [b"%d" % number for number in range(100)]
+    assert (end.link, end.reason) == ("server-0", "its connection closed")
+    with pytest.raises(ConnectionError):
+        one.opener.send("server-0", [b"too late", b""])
+
+
+def test_a_lease_is_over_when_its_connection_has_ended(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    lease = one.opener.send("server-0", [b"", b"", bytes(16 << 20)])
+    assert not lease.is_over
+    one.acceptor.close()
+    events = until(one.opener, has(Released))
+    assert lease.is_over
+    events += until(one.opener, lambda found: has(Down)([*events, *found]))
+    assert [event for event in events if not isinstance(event, Released)] == [
+        Down("server-0", "its connection closed")
+    ] or ("its connection" in next(event.reason for event in events if isinstance(event, Down)))
+
+
+PEER = """
+import os, sys, time
+from distrun_runtime.transport.base import Arrived, Heartbeat, PathChosen
+from distrun_runtime.transport.direct import DirectTransport
+from distrun_runtime.transport.zeromq import ZmqTransport
+sys.path.insert(0, %r)
+from transports import WELCOME
+node = DirectTransport(ZmqTransport(Heartbeat(0.5, 60.0), %r), %r)
+print(node.bind("127.0.0.1"), flush=True)
+link = None
+while True:
+    for event in node.poll(1):
+        if isinstance(event, Arrived) and link is None:
+            link = event.link
+            node.admitted(link)
+            node.send(link, WELCOME)
+            node.proven(link)
+        elif isinstance(event, PathChosen):
+            node.send(link, [b"ready", b""])
+            if sys.argv[1] == "fork" and not os.fork():
+                time.sleep(60)
+                os._exit(0)
+            print("chosen", flush=True)
+"""
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts an acceptor in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(how: str) -> subprocess.Popen[str]:
+        code = PEER % (str(Path(__file__).parent.parent.parent / "support"), TOKEN, TOKEN)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, how], stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for child in started:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def opened(child: subprocess.Popen[str], heartbeat: Any = LONG) -> DirectTransport:
+    """Return a transport that has a direct connection to a process, `server-0`, whose first message has come."""
+    assert child.stdout is not None
+    opener = DirectTransport(ZmqTransport(heartbeat, TOKEN), TOKEN)
+    opener.connect("server-0", endpoint(int(child.stdout.readline())))
+    until(opener, has(Up))
+    opener.send("server-0", HELLO)
+    until(opener, has(Arrived))
+    opener.proven("server-0")
+    until(opener, lambda events: has(PathChosen)(events) and has(Arrived)(events))
+    assert child.stdout.readline() == "chosen\n"
+    return opener
+
+
+def test_a_killed_process_is_down_at_once(peer: Callable[..., subprocess.Popen[str]]) -> None:
+    child = peer("plain")
+    opener = opened(child)
+    child.kill()
+    started = time.monotonic()
+    [down] = until(opener, has(Down))
+    assert down.link == "server-0"
+    assert time.monotonic() - started < 10, "the heartbeat's limit is 60 s"
+    opener.close()
+
+
+def test_a_killed_process_whose_child_has_the_socket_is_down_by_the_heartbeats(
+    peer: Callable[..., subprocess.Popen[str]],
+) -> None:
+    child = peer("fork")
+    opener = opened(child, SHORT)
+    child.kill()
+    [down] = until(opener, has(Down), seconds=30)
+    assert down.link == "server-0"
+    opener.close()
+
+
+def test_a_forked_child_that_ends_ends_no_connection(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    one.opener.send("server-0", [b"still", b""])
+    [arrived] = until(one.acceptor, has(Arrived), one.opener)
+    assert frames_of(arrived) == [b"still", b""]
+
+
+# Turns
+
+
+def test_a_thread_with_the_turn_receives_on_the_links_that_it_has_taken(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    turn = one.opener.turn()
+    polled: list[Event] = []
+
+    def loop() -> None:
+        with turn.lock:
+            while not any(isinstance(event, Arrived) for event in polled):
+                polled.extend(one.opener.poll(0.25))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    with turn.lock:
+        turn.begin()
+        one.opener.take(("server-0",))
+        one.acceptor.send(one.link, [b"mine", b""])
+        assert one.opener.wait(DEADLINE_S)
+        assert one.opener.inbox("server-0") == [[b"mine", b""]]
+        one.opener.give_back(drops=True)
+    assert not polled
+    one.acceptor.send(one.link, [b"for all", b""])
+    thread.join(DEADLINE_S)
+    assert [frames_of(event) for event in polled if isinstance(event, Arrived)] == [[b"for all", b""]]
+
+
+def test_what_was_not_removed_is_delivered_by_the_next_poll(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    turn = one.opener.turn()
+    with turn.lock:
+        one.opener.take(("server-0",))
+        one.acceptor.send(one.link, [b"left", b""])
+        assert one.opener.wait(DEADLINE_S)
+        one.acceptor.close()
+        while one.opener.inbox("server-0") is not None:
+            one.opener.wait(DEADLINE_S)
+        one.opener.give_back()
+        [arrived, down] = until(one.opener, has(Down))
+    assert frames_of(arrived) == [b"left", b""]
+    assert isinstance(down, Down)
+
+
+def test_a_thread_that_wants_the_turn_ends_the_wait_of_the_one_that_has_it(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    turn = one.opener.turn()
+    with turn.lock:
+        turn.begin()
+        one.opener.take(("server-0",))
+        timer = threading.Timer(0.05, turn.want)
+        timer.start()
+        started = time.monotonic()
+        assert not one.opener.wait(DEADLINE_S)
+        assert time.monotonic() - started < 30
+        timer.join()
+        turn.begin()  # It is forgotten: the next wait takes its time.
+        assert not one.opener.wait(0.02)
+        one.opener.give_back()
+
+
+def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    into, data = bytearray(1 << 20), os.urandom(1 << 20)
+    turn = one.opener.turn()
+    with turn.lock:
+        one.opener.take(("server-0",))
+        view = memoryview(into)
+        one.opener.expect("server-0", view)
+        one.acceptor.send(one.link, [b"head", b"", data])
+        while not one.opener.inbox("server-0"):
+            one.opener.wait(DEADLINE_S)
+            one.acceptor.poll(0)
+        [[head, body, payload]] = one.opener.inbox("server-0") or []
+        one.opener.give_back(drops=True)
+    assert (head, bytes(body), bytes(into)) == (b"head", b"", data)
+    assert payload is view
+
+
+def test_a_turn_that_nobody_has_is_not_asked_for() -> None:
+    turn = Turn()
+    turn.want()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(turn.fd)
