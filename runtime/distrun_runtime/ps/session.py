@@ -347,7 +347,11 @@ class NodeSession:
         with self._turn.lock:
             self._turn.begin()
             if self._exchange is exchange:
-                return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
+                try:
+                    return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
+                except BaseException:
+                    self._leave(exchange)
+                    raise
         assert exchange.ask is not None
         return exchange.ask.request
 
@@ -368,24 +372,25 @@ class NodeSession:
                 exchange.begun = number + 1
                 self._paths.send(send.link, send.frames)
             sent()
+            return self._receive(exchange) if waits else exchange
         except BaseException:
-            self._hand_over(exchange)
+            self._leave(exchange)
             raise
-        return self._receive(exchange) if waits else exchange
 
     def _receive(self, exchange: Exchange) -> list[Sequence[Buffer]] | Request:
         assert self._direct is not None
-        try:
-            answers = self._answers(exchange)
-        except BaseException:
-            self._hand_over(exchange)
-            raise
+        answers = self._answers(exchange)
         if answers is None:
             return self._hand_over(exchange)
         exchange.is_done = True
         self._direct.give_back(drops=True)
         self._exchange = None
         return answers
+
+    def _leave(self, exchange: Exchange) -> None:
+        """Have the node's thread go on with what was interrupted, unless it does already or nothing is left to do."""
+        if exchange.ask is None and not exchange.is_done:
+            self._hand_over(exchange)
 
     def _answers(self, exchange: Exchange) -> list[Sequence[Buffer]] | None:
         """Wait for the answers and return them; None: something else came, or was to be done."""
