@@ -44,8 +44,10 @@ from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.transport import host_paths
+from distrun_runtime.transport import direct, host_paths
 from distrun_runtime.transport.admission import credentials
+from distrun_runtime.transport.base import Heartbeat
+from distrun_runtime.transport.zeromq import ZmqTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "protocol.md").read_text("utf-8")
@@ -159,6 +161,20 @@ def test_golden_bulk() -> None:
     """A message with a frame in shared memory: the head and one reference."""
     head = host_paths._HEAD.pack(host_paths.MAGIC, host_paths.VERSION, host_paths.BulkKind.CARRIED, 1, 7, 9)
     assert bytes.fromhex("".join(parts("bulk"))) == head + host_paths._REFERENCE.pack(2, 3, 4096, 65536)
+
+
+def test_golden_direct() -> None:
+    """The proofs on a direct connection, and the mark."""
+    inner = ZmqTransport(Heartbeat())
+    made = direct.DirectTransport(inner, TOKEN)
+    mark = direct._HEAD.pack(direct.MAGIC, direct.VERSION, direct.DirectKind.MARK)
+    assert [bytes.fromhex(each) for each in parts("direct")] == [*made._proofs(bytes.fromhex(OPENER)), mark]
+    made.close()
+
+
+def test_golden_direct_table() -> None:
+    """What goes before a message on a direct connection."""
+    assert bytes.fromhex("".join(parts("direct_table"))) == direct._TABLES[3].pack(3, 48, 0, 4)
 
 
 def test_golden_push_that_registers_a_bucket_and_the_next_one_of_it() -> None:

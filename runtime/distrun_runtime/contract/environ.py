@@ -282,7 +282,7 @@ _TUNING = (
     ),
     _reads(
         "DISTRUN_DATA_PATHS",
-        "For finding faults: which ways large values may take beside messages; `none`: all go as messages.",
+        "For finding faults: which ways values may take beside ZeroMQ; `none`: all go there, and as messages.",
         choices=("segments", "none"),
         default="segments",
     ),

@@ -200,13 +200,13 @@ def payloads_of(entries: Array, payloads: Sequence[Buffer]) -> list[Buffer | Non
 
 NO_ENTRIES: Array = np.empty(0, ENTRY)
 NO_ENTRIES.flags.writeable = False
-_BYTES = operator.attrgetter("nbytes")
-_VIEW: Callable[[Buffer], memoryview] = memoryview
+BYTES: Callable[[memoryview], int] = operator.attrgetter("nbytes")
+VIEW: Callable[[Buffer], memoryview] = memoryview
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
     """Return how many bytes frames have."""
-    return sum(map(_BYTES, map(_VIEW, frames)))
+    return sum(map(BYTES, map(VIEW, frames)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +316,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
     if kind not in _KINDS:
         raise WireError(f"message of unknown kind: {kind}")
     payloads = frames[2:]
-    entries, body = _entries(head, count, payloads, bucket), _body(frames[1])
+    entries = _entries(head, count, payloads, bucket) if count or not bucket else NO_ENTRIES
+    body = _body(frames[1]) if len(frames[1]) else {}
     about = (flags & REPLY != 0, flags & _ERROR != 0, flags & _RELAYED != 0)
     return Message(_KINDS[kind], *(*numbers, bucket, step, entries, body, payloads, *about))
 

@@ -158,7 +158,10 @@ class Loop:
             if self._take_over is not None and (left := self._take_over()) is not None:
                 self._decide(role.CallSubmitted(left))
             for event in events:
-                self._arrived(event)
+                if isinstance(event, Arrived) and not self._holds:  # nearly always
+                    self._received(event.link, event.frames)
+                else:
+                    self._arrived(event)
             if self._later:
                 self._take_results()
             if self._engine is not None and self._engine.failed is not None and not self._is_failing:
@@ -182,9 +185,6 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
-        if isinstance(event, Arrived) and not self._holds:  # nearly always
-            self._received(event.link, event.frames)
-            return
         match event:
             case Arrived(link=link) | Down(link=link) if link in self._holds:
                 self._holds[link].events.append(event)

@@ -84,7 +84,7 @@ class Asked(NamedTuple):
     members: Membership | None = None
 
 
-class Exchange:
+class CallUnderWay:
     """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
 
     def __init__(self, sends: Sequence[PlannedSend], links: tuple[str, ...], first: int) -> None:
@@ -131,7 +131,7 @@ class NodeSession:
         self._paths = self._transport if isinstance(self._transport, BulkTransport) else None
         self._direct = None if self._paths is None else self._paths.direct
         self._turn = None if self._direct is None else self._direct.turn()
-        self._exchange: Exchange | None = None
+        self._exchange: CallUnderWay | None = None
         """What a thread of the script does, or has left to the node's thread."""
         self._loop = Loop(
             *(self._transport, self.worker, config.token, self._trace),
@@ -285,7 +285,7 @@ class NodeSession:
         sent: Callable[[], object],
         *,
         waits: bool = True,
-    ) -> list[Sequence[Buffer]] | Request | Exchange:
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
         """Send messages and receive their answers, in the calling thread if nothing else is in flight.
 
         Returns the frames of the answers, in the order of `sends`: each says that its request succeeded, and nothing
@@ -322,7 +322,7 @@ class NodeSession:
         sent()
         return request
 
-    def _reserve(self, sends: Sequence[PlannedSend]) -> Exchange | None:
+    def _reserve(self, sends: Sequence[PlannedSend]) -> CallUnderWay | None:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
@@ -332,9 +332,9 @@ class NodeSession:
             if not self._direct.is_open(link):
                 return None
         first = self.worker.reserve(len(sends))
-        return Exchange(sends, links, first) if first else None
+        return CallUnderWay(sends, links, first) if first else None
 
-    def finish(self, exchange: Exchange, *, waits: bool = True) -> list[Sequence[Buffer]] | Request:
+    def finish(self, exchange: CallUnderWay, *, waits: bool = True) -> list[Sequence[Buffer]] | Request:
         """Receive the answers of an `exchange` that did not wait; with waits=False, only make it a request.
 
         Raises:
@@ -356,8 +356,8 @@ class NodeSession:
         return exchange.ask.request
 
     def _carry_out(
-        self, exchange: Exchange, sent: Callable[[], object], waits: bool
-    ) -> list[Sequence[Buffer]] | Request | Exchange:
+        self, exchange: CallUnderWay, sent: Callable[[], object], waits: bool
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
         assert self._direct is not None
@@ -377,7 +377,7 @@ class NodeSession:
             self._leave(exchange)
             raise
 
-    def _receive(self, exchange: Exchange) -> list[Sequence[Buffer]] | Request:
+    def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | Request:
         assert self._direct is not None
         answers = self._answers(exchange)
         if answers is None:
@@ -387,12 +387,12 @@ class NodeSession:
         self._exchange = None
         return answers
 
-    def _leave(self, exchange: Exchange) -> None:
+    def _leave(self, exchange: CallUnderWay) -> None:
         """Have the node's thread go on with what was interrupted, unless it does already or nothing is left to do."""
         if exchange.ask is None and not exchange.is_done:
             self._hand_over(exchange)
 
-    def _answers(self, exchange: Exchange) -> list[Sequence[Buffer]] | None:
+    def _answers(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | None:
         """Wait for the answers and return them; None: something else came, or was to be done."""
         assert self._paths is not None
         assert self._direct is not None
@@ -409,7 +409,7 @@ class NodeSession:
             if not self._direct.wait(max(until - time.monotonic(), 0.0)):
                 return None
 
-    def _hand_over(self, exchange: Exchange) -> Request:
+    def _hand_over(self, exchange: CallUnderWay) -> Request:
         asked = exchange.as_request()
         request = Request(asked.what, _LIMIT, self._waits)
         exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)

@@ -31,7 +31,7 @@ from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, mxnet_shards, shards_on
-from distrun_runtime.ps.session import Exchange
+from distrun_runtime.ps.session import CallUnderWay
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
@@ -552,7 +552,7 @@ class DistBackend(StoreBackend):
 
     def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
         """Receive the answers of a push that asked for its result; return them, or the request."""
-        if isinstance(made.ahead, Exchange):
+        if isinstance(made.ahead, CallUnderWay):
             return self._node.finish(made.ahead, waits=waits)
         return made.requests[0]
 

@@ -22,7 +22,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import Asked, Exchange, NodeSession, PlannedSend
+from distrun_runtime.ps.session import Asked, CallUnderWay, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -164,7 +164,7 @@ class StoreLink:
         begun: Callable[[Request], object],
         sent: Callable[[], object] = lambda: None,
         waits: bool = True,
-    ) -> list[Sequence[Buffer]] | Request | Exchange:
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
         """As `NodeSession.exchange`, of a store of all workers."""
 
         def follow(request: Request) -> None:

@@ -148,7 +148,7 @@ class PlannedCall:
     requests: list[Request] = field(default_factory=list)
     """What it has become, if it has."""
     ahead: object = None
-    """Of a push that asked for its result, too: the `Exchange` that has it, or a request."""
+    """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""
 
 
 class CallPlans:

@@ -20,9 +20,9 @@ Order:
 Buffers:
     A frame that is sent is anything with contiguous bytes: `bytes`, `bytearray`, `memoryview`. How its bytes travel is
     the transport's affair: by shared memory (`bulk`), if it lies in a segment and the peer is on this host.
-    `send` never waits for the peer. It may keep reading the buffers after it has returned, so they must not be written
-    until the returned lease is over. Where that is not the case yet when `send` returns, a later `poll` gives
-    `Released` with the same lease, once.
+    `send` never waits for the peer; what it leaves goes by itself, or with later polls. It may keep reading the buffers
+    after it has returned, so they must not be written until the returned lease is over. Where that is not the case yet
+    when `send` returns, a later `poll` gives `Released` with the same lease, once.
     A frame that arrives belongs to who polled. It is read-only by agreement (others may get a view of the same
     memory) and valid as long as it is referenced.
 
@@ -129,7 +129,8 @@ class Released:
 
 @dataclass(frozen=True)
 class PathChosen:
-    """How large frames of a connection travel from now on: `segments` (shared memory) or `messages`."""
+    """How a connection's large frames travel from now on: by `segments` (shared memory) or `messages`; or how all of its
+    messages do: by `unix` (socket), `tcp` or `zeromq`."""
 
     link: Link
     path: str

@@ -13,7 +13,7 @@ The mark is the last message over ZeroMQ in its direction, and nothing of the st
 order is kept. What does not work is said (`PathChosen`), and messages go on travelling over ZeroMQ. The end of the
 stream is that of the connection, for both sides: `Down`, after all that had arrived.
 
-Threads: as `transport.base` says. With a `Turn`, another thread may act while the polling one waits: it takes some
+Threads: as `transport.base` says. With a `TurnLock`, another thread may act while the polling one waits: it takes some
 connections, sends and receives on them, and gives them back. A signal handler of Python may raise between any two steps
 of such a thread, so each change of a stream is one step: what `recv` returns is stored by the same C function that
 calls it (`list.extend(map(...))`), and the outcome of reading is one assignment.
@@ -39,13 +39,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.protocol.message import ENTRY_LIMIT, FRAME_LIMIT
+from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger
 from distrun_runtime.transport.host_segments import NotShared, check_user
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -74,8 +75,15 @@ _BACKLOG = 128
 _READS = 64
 """How often one stream is read at once: others wait meanwhile."""
 _COUNT = struct.Struct("<I")
-_TABLES = [struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}") for count in range(16)]
-"""Number of frames and their sizes, filled up to a multiple of 8 bytes, by the number of frames."""
+
+
+def _table(count: int) -> struct.Struct:
+    """Return the form of a table: number of frames and their sizes, filled up to a multiple of 8 bytes."""
+    return struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
+
+
+_TABLES = [_table(count) for count in range(16)]
+"""Of messages of few frames."""
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -93,11 +101,7 @@ class DirectKind(IntEnum):
     """The acceptor's."""
 
 
-def _table(count: int) -> struct.Struct:
-    return _TABLES[count] if count < len(_TABLES) else struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
-
-
-class _Outgoing:
+class _Sending:
     """The lease of a message that is being sent."""
 
     __slots__ = ("buffers", "counts", "size")
@@ -124,7 +128,7 @@ class _Outgoing:
         return found[:_BUFFERS]
 
 
-class _Incoming:
+class _LongMessage:
     """A message too long for a chunk, whose last frames are being received at their place."""
 
     __slots__ = ("counts", "frames", "sizes", "target")
@@ -150,7 +154,7 @@ class _Incoming:
         return frames
 
 
-class _Stream:
+class _DirectStream:
     """A direct connection. It never waits."""
 
     def __init__(self, link: Link, connection: socket.socket) -> None:
@@ -163,29 +167,23 @@ class _Stream:
         """Where the third frame of a message of three is received if it is long and has this size."""
         self.recent: Sequence[Buffer] = ()
         """The first frames of the message that was sent last."""
-        self.out: deque[_Outgoing] = deque()
+        self.out: deque[_Sending] = deque()
         """What was not sent completely."""
-        self._in: tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None] = ([], b"", [], None)
-        """Whole messages that nobody has taken; bytes of an incomplete one, and those behind them that were not looked
-        at; else an incomplete long one."""
+        self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
+        """Whole messages that nobody has taken (take one by removing it); bytes of an incomplete one, and those behind
+        them that were not looked at; else an incomplete long one."""
         self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
-
-    @property
-    def inbox(self) -> list[Sequence[Buffer]]:
-        """Whole messages that nobody has taken. Take one by removing it."""
-        return self._in[0]
 
     def send(self, frames: Sequence[Buffer]) -> Lease:
         """Send a message, or queue what the socket does not take."""
-        count = len(frames)
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        table = _table(count).pack(count, *sizes)
-        item = _Outgoing([table, *frames], len(table) + sum(sizes))
+        count, sizes = len(frames), list(map(BYTES, map(VIEW, frames)))
+        table = (_TABLES[count] if count < len(_TABLES) else _table(count)).pack(count, *sizes)
+        item = _Sending([table, *frames], len(table) + sum(sizes))
         self.out.append(item)
         self.recent = frames[:2]
         if len(self.out) == 1:
             self.flush()
-        return COPIED if item.is_over else item
+        return item if self.out else COPIED
 
     def flush(self) -> list[Lease]:
         """Send what is queued, as far as the socket takes it; return the leases that are over."""
@@ -200,17 +198,17 @@ class _Stream:
             except OSError:
                 # The end is told by `read`, behind what still arrives.
                 return [*over, *self._drop()]
-            if item.is_over:
+            if sum(item.counts) >= item.size:
                 over.append(item)
                 self.out.popleft()
         return over
 
     def read(self) -> None:
-        """Take in what has come: whole messages to `inbox`, the end to `end`."""
+        """Take in what has come: whole messages and the end."""
         for _ in range(_READS):
             if self.end:
                 return
-            messages, rest, chunks, long = self._in
+            messages, rest, chunks, long = self.received
             try:
                 if long is None and not chunks:
                     chunks.extend(map(self._recv, (CHUNK_BYTES,)))
@@ -225,7 +223,7 @@ class _Stream:
                 if not long.counts[-1]:
                     self.end = "its connection closed"
                 elif (whole := long.whole()) is not None:
-                    self._in = [*messages, whole], b"", [], None
+                    self.received = [*messages, whole], b"", [], None
                 elif long.counts[-1] < CHUNK_BYTES:
                     return
                 continue
@@ -234,16 +232,16 @@ class _Stream:
                 self.end = "its connection closed"
                 return
             try:
-                self._in = self._parsed(messages, rest + chunk if rest else chunk)
+                self.received = self._parsed(messages, rest + chunk if rest else chunk)
             except (ValueError, MemoryError, struct.error) as err:
                 self.end = f"what it sent cannot be read: {err}"
-            if len(chunk) < CHUNK_BYTES and self._in[3] is None:
+            if len(chunk) < CHUNK_BYTES and self.received[3] is None:
                 return  # There was no more.
 
     def _parsed(
         self, messages: list[Sequence[Buffer]], data: bytes
-    ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _Incoming | None]:
-        """Return what `_in` becomes with the bytes that came.
+    ) -> tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None]:
+        """Return what `received` becomes with the bytes that came.
 
         Raises:
             ValueError: they are no messages.
@@ -254,7 +252,7 @@ class _Stream:
             (count,) = _COUNT.unpack_from(data, at)
             if not 0 < count <= FRAMES_LIMIT:
                 raise ValueError(f"a message of {count} frames")
-            table = _table(count)
+            table = _TABLES[count] if count < len(_TABLES) else _table(count)
             start = at + table.size
             if start > length:
                 break
@@ -277,12 +275,12 @@ class _Stream:
             at = end
         return messages, data[at:], [], None
 
-    def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _Incoming:
+    def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _LongMessage:
         into = self.into
         if into is None or len(frames) != 2 or sizes != (len(into),):
             into = np.empty(sum(sizes), np.uint8).data
         into[: len(came)] = came
-        return _Incoming(frames, sizes, into, [len(came)])
+        return _LongMessage(frames, sizes, into, [len(came)])
 
     def close(self) -> Sequence[Lease]:
         """Close the connection, for children that were forked as well; return the leases that are over."""
@@ -298,7 +296,7 @@ class _Stream:
         return dropped
 
 
-class Turn:
+class TurnLock:
     """Decides which thread acts on a transport and on what its loop keeps: the one that polls it, or another one while
     that waits."""
 
@@ -342,7 +340,7 @@ class _Pair:
     """The opener's and the acceptor's; good for one connection."""
     dialled: socket.socket | None = None
     """The opener's connection, while it is not proven."""
-    stream: _Stream | None = None
+    stream: _DirectStream | None = None
     """All messages are sent there."""
     is_marked: bool = False
     """The other side's mark has come: all messages come there."""
@@ -378,13 +376,13 @@ class DirectTransport:
         self._pairs: dict[Link, _Pair] = {}
         self._early: dict[Link, Sequence[Buffer]] = {}
         """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
-        self._streams: dict[Link, _Stream] = {}
+        self._streams: dict[Link, _DirectStream] = {}
         """Those that all messages are sent on."""
-        self._open: dict[Link, _Stream] = {}
+        self._open: dict[Link, _DirectStream] = {}
         """Of these, those on which all messages come."""
         self._ending: dict[Link, tuple[Down, float]] = {}
         """Links that have ended over ZeroMQ, and how long what comes by stream is still taken in."""
-        self._turn: Turn | None = None
+        self._turn: TurnLock | None = None
         self._taken: tuple[Link, ...] = ()
         """Links that another thread has taken."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
@@ -479,9 +477,9 @@ class DirectTransport:
 
     # For a thread that has the turn: a link that it has taken is its own until it gives it back
 
-    def turn(self) -> Turn:
+    def turn(self) -> TurnLock:
         """Let other threads act from now on. Who polls has the turn, but while it waits."""
-        turn = self._turn = Turn()
+        turn = self._turn = TurnLock()
         self._inner.share(turn.lock.release, turn.retake)
         return turn
 
@@ -502,7 +500,7 @@ class DirectTransport:
     def inbox(self, link: Link) -> list[Sequence[Buffer]] | None:
         """Return the messages that have come on a link that was taken; take one by removing it. None: it has ended."""
         stream = self._open[link]
-        return None if stream.end else stream.inbox
+        return None if stream.end else stream.received[0]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has come on the links that were taken, and take it in; send what was queued.
@@ -544,7 +542,7 @@ class DirectTransport:
             if stream is not None:
                 stream.into = None
                 if drops:
-                    stream.inbox.clear()
+                    stream.received[0].clear()
                 self._watch(stream)
                 self._deliver(stream)
 
@@ -562,11 +560,11 @@ class DirectTransport:
         except FileNotFoundError:
             pass
 
-    def _watch(self, stream: _Stream) -> None:
+    def _watch(self, stream: _DirectStream) -> None:
         mask = select.EPOLLIN * (stream.link in self._open) | select.EPOLLOUT * bool(stream.out)
         self._wait_for(stream.fd, 0 if stream.link in self._taken else mask)
 
-    def _news(self, stream: _Stream, mask: int) -> None:
+    def _news(self, stream: _DirectStream, mask: int) -> None:
         link, is_taken = stream.link, stream.link in self._taken
         if stream.out:
             self._events += map(Released, stream.flush())
@@ -577,11 +575,11 @@ class DirectTransport:
             if not is_taken:
                 self._deliver(stream)
 
-    def _deliver(self, stream: _Stream) -> None:
-        link, inbox = stream.link, stream.inbox
-        if inbox:
-            self._events += [Arrived(link, frames) for frames in inbox]
-            inbox.clear()
+    def _deliver(self, stream: _DirectStream) -> None:
+        link, inbox = stream.link, stream.received[0]
+        for frames in inbox:
+            self._events.append(Arrived(link, frames))
+        inbox.clear()
         if stream.end:
             self._end(link, stream.end)
 
@@ -708,14 +706,14 @@ class DirectTransport:
         """Send all further messages on a stream that is proven."""
         if one.family != socket.AF_UNIX:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = pair.stream = self._streams[link] = _Stream(link, one)
+        stream = pair.stream = self._streams[link] = _DirectStream(link, one)
         self._say(link, DirectKind.MARK, {})
-        self._sources[stream.fd] = lambda mask: self._news(stream, mask)
+        self._sources[stream.fd] = partial(self._news, stream)
         self._wait_for(stream.fd, 0)
         if pair.is_marked:
             self._start(link, stream)
 
-    def _start(self, link: Link, stream: _Stream) -> None:
+    def _start(self, link: Link, stream: _DirectStream) -> None:
         """The other side's mark has come: read what it sends on the stream."""
         self._open[link] = stream
         self._watch(stream)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -23,6 +24,7 @@ from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
+from distrun_runtime.protocol.message import BYTES, VIEW
 from distrun_runtime.transport.base import (
     Arrived,
     Down,
@@ -38,6 +40,8 @@ from distrun_runtime.transport.host_segments import NotShared, Segments
 
 MAGIC = b"DRKB"
 VERSION = 1
+LOOK_S = 0.05
+"""How often memory is looked after, if nothing wakes the polling thread."""
 LARGE_BYTES = 32 * 1024
 """Frames from this size on go by another path. For smaller ones a reference costs as much as the copies."""
 
@@ -103,7 +107,8 @@ class BulkTransport:
     ) -> None:
         self._inner = inner
         self.bind, self.connect, self.admitted, self.refused = inner.bind, inner.connect, inner.admitted, inner.refused
-        self.wake = inner.wake
+        self._is_woken = True
+        self._look_at = 0.0
         self.direct = inner if isinstance(inner, DirectTransport) else None
         """What a thread that has the turn takes links from."""
         self._offers = offers
@@ -139,7 +144,7 @@ class BulkTransport:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
-        if not self._segments.is_open(link):
+        if link not in self._segments.peers or max(map(BYTES, map(VIEW, frames))) < self._large_bytes:
             return self._inner.send(link, frames)
         table: list[bytes] = []
         rest = list(frames)
@@ -163,17 +168,16 @@ class BulkTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
-        self._segments.look()
-        for link, numbers in self._segments.announce().items():
-            self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
-        for link, numbers in self._segments.retract().items():
-            self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
-        in_use, self._in_use = self._in_use, []
-        for lease in in_use:
-            if lease.is_over:
-                self._events.append(Released(lease))
-            else:
-                self._in_use.append(lease)
+        if self._is_woken or time.monotonic() >= self._look_at:
+            self._is_woken = False
+            self._look()
+        if self._in_use:
+            in_use, self._in_use = self._in_use, []
+            for lease in in_use:
+                if lease.is_over:
+                    self._events.append(Released(lease))
+                else:
+                    self._in_use.append(lease)
         for event in self._inner.poll(0.0 if self._events else timeout_s):
             if isinstance(event, Arrived) and bytes(event.frames[0][:4]) == MAGIC:
                 self._arrived(event)
@@ -184,6 +188,20 @@ class BulkTransport:
                 self._events.append(event)
         events, self._events = self._events, []
         return events
+
+    def wake(self) -> None:
+        """End a `poll`; the next one looks whether there is new memory. Threads: any, and signal handlers."""
+        self._is_woken = True
+        self._inner.wake()
+
+    def _look(self) -> None:
+        """Tell peers of memory that has come or gone."""
+        self._look_at = time.monotonic() + LOOK_S
+        self._segments.look()
+        for link, numbers in self._segments.announce().items():
+            self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
+        for link, numbers in self._segments.retract().items():
+            self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
 
     def inbox(self, link: Link) -> Sequence[Sequence[Buffer]] | None:
         """Return the messages that have come on a link that was taken (`direct`), whole; None: it has ended."""

@@ -190,7 +190,7 @@ class Segments:
         token: of the job.
         pools: what is in one of them can be shared.
 
-    Threads: one at a time, but for `is_open`.
+    Threads: one at a time, but for `is_open` and `peers`.
     """
 
     def __init__(self, token: bytes, pools: Sequence[Pool]) -> None:
@@ -208,7 +208,8 @@ class Segments:
         """Connections to our socket that have said nothing yet."""
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
         """Links on which we took an offer."""
-        self._peers: dict[str, _Peer] = {}
+        self.peers: dict[str, _Peer] = {}
+        """By link. Threads: any may ask whether a link is there."""
         self._ahead: list[Segment] = []
         """What of the pools was announced; to all peers, if no new one has come since."""
         self._has_new_peer = False
@@ -272,7 +273,7 @@ class Segments:
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._peers[link], self._has_new_peer = _Peer(one, out, into), True
+        self.peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def ready(self, link: str, reason: str) -> None:
         """The acceptor has looked at what we sent.
@@ -291,11 +292,11 @@ class Segments:
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._peers[link], self._has_new_peer = _Peer(one, out, into), True
+        self.peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def is_open(self, link: str) -> bool:
         """Whether memory is shared with the other side of a link. Threads: any."""
-        return link in self._peers
+        return link in self.peers
 
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -360,7 +361,7 @@ class Segments:
             found = pool.find(address, size)
             if found is not None:
                 segment, offset = found
-                return Reference(segment.number, offset, size) if _has(self._peers[link], segment) else None
+                return Reference(segment.number, offset, size) if _has(self.peers[link], segment) else None
         return None
 
     def announce(self) -> dict[str, list[int]]:
@@ -376,7 +377,7 @@ class Segments:
             return {}
         self._ahead, self._has_new_peer = ahead, False
         told: dict[str, list[int]] = {}
-        for link, peer in self._peers.items():
+        for link, peer in self.peers.items():
             for segment in ahead:
                 if segment.number not in peer.told and _has(peer, segment):
                     told.setdefault(link, []).append(segment.number)
@@ -397,7 +398,7 @@ class Segments:
         self._given_back = given_back
         present = {number for pool in self._pools for number in pool.numbers}
         told: dict[str, list[int]] = {}
-        for link, peer in self._peers.items():
+        for link, peer in self.peers.items():
             gone = peer.told - present
             peer.told -= gone
             if gone:
@@ -406,7 +407,7 @@ class Segments:
 
     def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
         """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
-        peer = self._peers[link]
+        peer = self.peers[link]
         if not peer.free:
             return None
         peer.generation = peer.generation % 0xFFFFFFFF + 1
@@ -424,7 +425,7 @@ class Segments:
         Raises:
             NotShared: there is no such memory; the peer is at fault.
         """
-        peer = self._peers.get(link)
+        peer = self.peers.get(link)
         if peer is None or slot >= SLOTS:
             raise NotShared("no memory is shared with it")
         owners: dict[int, Array] = {}
@@ -456,7 +457,7 @@ class Segments:
         Raises:
             NotShared: there are no such segments; the peer is at fault.
         """
-        peer = self._peers.get(link)
+        peer = self.peers.get(link)
         if peer is None:
             raise NotShared("no memory is shared with it")
         for number in numbers:
@@ -469,7 +470,7 @@ class Segments:
             NotShared: as `map`.
         """
         self.map(link, numbers)  # Their descriptors may not have been read yet.
-        mapped = self._peers[link].mapped
+        mapped = self.peers[link].mapped
         for number in numbers:
             BLOCKS.drop(mapped.pop(number))
 
@@ -500,7 +501,7 @@ class Segments:
         tried = self._tried.pop(link, None)
         if tried is not None:
             tried[0].close()
-        peer = self._peers.pop(link, None)
+        peer = self.peers.pop(link, None)
         if peer is not None:
             for memory in peer.mapped.values():
                 BLOCKS.drop(memory)
@@ -524,7 +525,7 @@ class Segments:
         self._came.clear()
         while self._silent:
             self._silent.popleft().close()
-        for link in [*self._tried, *self._peers]:
+        for link in [*self._tried, *self.peers]:
             self.drop(link)
         for peer in self._leaving:
             peer.is_gone = True

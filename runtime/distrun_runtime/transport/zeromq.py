@@ -249,7 +249,15 @@ class ZmqTransport:
         self._is_asleep = True
         # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
         is_due = events or sources or self._is_woken
-        news = self._wait(0.0 if is_due else max(0.0, timeout_s))
+        wait_s, news = 0.0 if is_due else max(0.0, timeout_s), []
+        if self._release is None:
+            news = self._selector.select(wait_s)
+        else:
+            self._release()
+            try:
+                news = self._selector.select(wait_s)
+            finally:
+                self._retake(bool(news))
         self._is_asleep = self._is_woken = False
         for key, _ in news:
             if key.data is None:
@@ -264,7 +272,7 @@ class ZmqTransport:
         for source in sources:
             if source in self._monitors:
                 events += self._monitored(source, self._monitors[source])
-        if self._inbound:
+        if self._inbound and time.monotonic() >= self._next_probe:
             events += self._probe()
         if self._admission.turned_away:
             events += self._admission.strangers()
@@ -280,17 +288,6 @@ class ZmqTransport:
         `retake` is told whether something has happened.
         """
         self._release, self._retake = release, retake
-
-    def _wait(self, timeout_s: float) -> list[tuple[selectors.SelectorKey, int]]:
-        if self._release is None:
-            return self._selector.select(timeout_s)
-        news: list[tuple[selectors.SelectorKey, int]] = []
-        self._release()
-        try:
-            news = self._selector.select(timeout_s)
-        finally:
-            self._retake(bool(news))
-        return news
 
     def wake(self) -> None:
         """End a `poll`."""
@@ -391,10 +388,7 @@ class ZmqTransport:
         return Down(link, f"its connection closed, or it was silent for {duration(self._heartbeat.timeout_s)}")
 
     def _probe(self) -> list[Event]:
-        now = time.monotonic()
-        if now < self._next_probe:
-            return []
-        self._next_probe = now + PROBE_S
+        self._next_probe = time.monotonic() + PROBE_S
         events: list[Event] = []
         assert self._router is not None
         self._touched.add(self._router)

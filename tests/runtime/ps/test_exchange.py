@@ -327,8 +327,10 @@ class Interrupt(BaseException):
 
 
 def interrupted(call: Callable[[], Any], at: int) -> tuple[Any, bool]:
-    """Call, and raise `Interrupt` before the `at`-th line of the modules under test; return what it returned, and whether
-    it was not interrupted."""
+    """Call, and raise `Interrupt` before the `at`-th line of the modules under test.
+
+    Return what the call returned, and whether it was not interrupted.
+    """
     left = at
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

@@ -210,7 +210,7 @@ def test_more_messages_than_there_are_slots_travel_as_bytes(
 def mapped_by(one: Pair, way: str) -> dict[int, Any]:
     """Return the segments of the opener that the acceptor has mapped (`out`), or the other way round."""
     side, link = (one.acceptor, one.link) if way == "out" else (one.opener, "server-0")
-    return side._segments._peers[link].mapped
+    return side._segments.peers[link].mapped
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -441,7 +441,7 @@ def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(pair: Ca
 
 
 def _peer(one: Pair) -> Any:
-    return one.acceptor._segments._peers[one.link]
+    return one.acceptor._segments.peers[one.link]
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 9])
@@ -597,7 +597,7 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
     monkeypatch.setattr("distrun_runtime.arrays.shared_memory.FIRST_BYTES", 1 << 16)
     one = pair()
     one.agree()
-    pool, mapped = one.pools[1], one.acceptor._segments._peers[one.link].mapped
+    pool, mapped = one.pools[1], one.acceptor._segments.peers[one.link].mapped
     first = one.array(100)
     if way == "named":
         lease, arrived = one.pass_on(b"", bytes_of(one.array()))

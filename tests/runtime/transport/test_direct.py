@@ -22,7 +22,7 @@ from transports import DEADLINE_S, HELLO, HOST, LONG, SHORT, WELCOME, agree, end
 
 from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
-from distrun_runtime.transport.direct import DirectTransport, Turn
+from distrun_runtime.transport.direct import DirectTransport, TurnLock
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
@@ -527,7 +527,7 @@ def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]
 
 
 def test_a_turn_that_nobody_has_is_not_asked_for() -> None:
-    turn = Turn()
+    turn = TurnLock()
     turn.want()
     with pytest.raises(BlockingIOError):
         os.eventfd_read(turn.fd)
