@@ -383,7 +383,7 @@ class NodeSession:
         if answers is None:
             return self._hand_over(exchange)
         exchange.is_done = True
-        self._direct.give_back(drops=True)
+        self._direct.give_back(exchange.links, drops=True)
         self._exchange = None
         return answers
 
@@ -424,7 +424,7 @@ class NodeSession:
             return None
         assert self._direct is not None
         if left.is_done:
-            self._direct.give_back(drops=True)
+            self._direct.give_back(left.links, drops=True)
             return None
         if left.ask is None:  # `finish` was not called yet, or a call was interrupted twice.
             self._hand_over(left)
@@ -432,7 +432,7 @@ class NodeSession:
         assert ask is not None
         if sent and not self._direct.was_sent(left.sends[sent - 1].link, left.sends[sent - 1].frames[0]):
             sent -= 1
-        self._direct.give_back()
+        self._direct.give_back(left.links)
         return Adopted(ask, left.first, sent)
 
     def check(self) -> None:
