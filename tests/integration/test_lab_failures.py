@@ -559,6 +559,30 @@ def test_two_jobs_with_servers_on_the_same_hosts_both_end_well(lab: Site) -> Non
     nothing_stays(lab)
 
 
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["wide", "narrow"])
+def test_nodes_of_two_hosts_talk_by_tcp_of_their_own_where_the_range_of_ports_has_room(
+    lab: Site, is_narrow: bool
+) -> None:
+    """A second port never takes the place of the first one of another node."""
+    code = (
+        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
+        "kv.init('w', np.zeros(4)); out = np.zeros(4);"
+        "[kv.pushpull('w', np.ones(4), out=out) for _ in range(300)]; assert out[0] == 2, out; kv.barrier()"
+    )
+    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
+    ports = ("--port-range", "41000-41002" if is_narrow else "41000-41003")
+    job = lab.start(
+        *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "1", *ports, "--env", "PS_VERBOSE=1"),
+        *("--python", sys.executable, script),
+        cwd=EVERYWHERE,
+    )
+    assert job.wait(LIMIT_S) == 0, job.err + job.out
+    far = [line for line in job.err.splitlines() if re.match(r"worker-.@h2 ", line)]
+    paths = set(re.findall(r"event=path link=server-0 path=(tcp|unix|zeromq)", "\n".join(far)))
+    assert paths == {"zeromq" if is_narrow else "tcp"}, job.err
+    nothing_stays(lab)
+
+
 def test_a_host_with_several_workers_and_no_server_gets_one_that_adds_for_them(lab: Site) -> None:
     code = (
         "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"

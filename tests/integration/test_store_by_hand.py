@@ -399,6 +399,32 @@ def test_a_scheduler_whose_address_is_not_this_hosts_says_where_it_listens(root:
             assert set(job.wait()) == {0}, job.report()
 
 
+@pytest.mark.parametrize("paths", ["segments", "none"])
+def test_nodes_of_a_host_talk_by_unix_sockets_of_their_own_unless_that_is_switched_off(paths: str) -> None:
+    with ManualJob(2, 1, PS_VERBOSE="1", DISTRUN_DATA_PATHS=paths) as job:
+        script = job.script(
+            """
+            import time
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_sync")
+            kv.init("w", np.zeros(4, "float32"))
+            for step in range(100):  # over the change of connections, whenever it comes
+                out = np.empty(4, "float32")
+                kv.pushpull("w", np.full(4, step, "float32"), out=out)
+                assert (out == 2 * step).all(), out
+                kv.barrier()
+            """
+        )
+        job.start_all(script, workers=2, servers=1)
+        assert set(job.wait()) == {0}, job.report()
+        chosen = {
+            link: f"event=path link={link} path=unix" in job.err("worker-0") for link in ("server-0", "scheduler")
+        }
+        assert set(chosen.values()) == {paths == "segments"}, job.report()
+
+
 def test_garbage_on_a_port_of_the_job_harms_nobody() -> None:
     with ManualJob(1, 1, PS_VERBOSE="1") as job:
         script = job.script(

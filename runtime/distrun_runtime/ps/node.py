@@ -347,7 +347,10 @@ def connected(config: Config, pools: Sequence[Pool]) -> Transport:
     plain = ZmqTransport(config.heartbeat, config.token)
     transport: Transport = plain
     if config.paths != "none" and direct.available:
-        transport = direct.DirectTransport(plain, config.token, config.ports)
+        # Nodes connect to servers when all have bound their first ports, and to the scheduler before: of a range, it
+        # might take the last one that another node needs.
+        ports = config.ports if config.role != "scheduler" else ()
+        transport = direct.DirectTransport(plain, config.token, ports if config.ports else (0,))
     if config.paths != "none" and config.role != "scheduler":
         transport = BulkTransport(transport, config.token, pools, offers=config.role == "server")
     return wrapped(transport, config)

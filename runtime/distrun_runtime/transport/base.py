@@ -129,7 +129,7 @@ class Released:
 
 @dataclass(frozen=True)
 class PathChosen:
-    """How a connection's large frames travel from now on: by `segments` (shared memory) or `messages`; or how all of its
+    """How large frames of a connection travel from now on: by `segments` (shared memory) or `messages`. Or how all its
     messages do: by `unix` (socket), `tcp` or `zeromq`."""
 
     link: Link

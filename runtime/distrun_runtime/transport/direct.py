@@ -350,10 +350,10 @@ class DirectTransport:
     """Adds direct connections to a ZeroMQ transport.
 
     Arguments:
-        ports: those that may be bound; empty: any.
+        ports: those that may be bound; 0: any.
     """
 
-    def __init__(self, inner: ZmqTransport, token: bytes, ports: Sequence[int] = ()) -> None:
+    def __init__(self, inner: ZmqTransport, token: bytes, ports: Sequence[int] = (0,)) -> None:
         self._inner = inner
         self.admitted, self.refused, self.shares = inner.admitted, inner.refused, inner.shares
         self.wake = inner.wake
@@ -645,7 +645,7 @@ class DirectTransport:
             if kind == DirectKind.OFFER and pair.proofs == (b"", b""):
                 told = json.loads(bytes(frames[1]))
                 pair.proofs = self._proofs(bytes.fromhex(told["nonce"]))
-                self._dial(link, pair, str(told["socket"]), int(told["port"]))
+                self._dial(link, pair, b"\0" + str(told["socket"]).encode(), int(told["port"]) & 0xFFFF)
             elif kind == DirectKind.MARK and not pair.is_marked:
                 pair.is_marked = True
                 if pair.stream is not None:
@@ -654,14 +654,14 @@ class DirectTransport:
                     raise ValueError("its mark without a stream")
             else:
                 raise ValueError(f"kind {kind} at this point")
-        except (struct.error, ValueError, KeyError, IndexError, TypeError) as err:
+        except (struct.error, ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError) as err:
             self._end(link, f"what it says of a direct connection cannot be read: {err}")
 
-    def _dial(self, link: Link, pair: _Pair, name: str, port: int) -> None:
+    def _dial(self, link: Link, pair: _Pair, name: bytes, port: int) -> None:
         """Take an offer: connect, and prove who we are."""
         one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            one.connect(b"\0" + name.encode())
+            one.connect(name)
             check_user(one)
         except (OSError, NotShared):
             # The name is of another network namespace, or no process listens.
@@ -733,7 +733,7 @@ class DirectTransport:
         with contextlib.suppress(OSError):
             self._listen_at(socket.AF_UNIX, b"\0" + name)
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        for each in self._ports or (0,):
+        for each in self._ports:
             try:
                 port = self._listen_at(family, (self._address, each))
             except OSError as err:

@@ -217,7 +217,7 @@ class ZmqTransport:
         out: zmq.Socket[bytes] | None = self._dealers.get(link)
         prefix = b""
         if out is None:
-            if self._router is None or not link.startswith("in:"):
+            if self._router is None or link not in self._inbound:
                 raise ConnectionError(f"no connection {link}")
             out, prefix = self._router, bytes.fromhex(link[3:])
         self._touched.add(out)

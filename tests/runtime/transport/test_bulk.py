@@ -378,6 +378,7 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
 ) -> None:
     """They fill the queue of connections that nobody has accepted, until the next worker comes."""
     monkeypatch.setattr(host_segments, "ACCEPT_S", 0.0)
+    monkeypatch.setattr(host_paths, "LOOK_S", 0.0)
     one = pair()
     one.agree()
     acceptor = one.acceptor._segments

@@ -33,7 +33,7 @@ BY_TCP = {"socket": ""}
 class Pair:
     """An acceptor and an opener in this process, which have welcomed each other."""
 
-    def __init__(self, change: dict[str, Any] | None = None, ports: tuple[int, ...] = (), host: str = HOST) -> None:
+    def __init__(self, change: dict[str, Any] | None = None, ports: tuple[int, ...] = (0,), host: str = HOST) -> None:
         self.acceptor, self.opener = (DirectTransport(ZmqTransport(LONG, TOKEN), TOKEN, ports) for _ in range(2))
         if change is not None:
             say = self.acceptor._say
