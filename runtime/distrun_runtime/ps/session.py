@@ -299,8 +299,9 @@ class NodeSession:
             sent: called once when the messages are on their way, or handed to the node's thread, so that others may
                 send. Not always if this raises. The caller may hold a lock until then for which no callback in the
                 node's thread (`Request.then`) waits.
-            waits: False: return what `finish` takes once the messages are on their way. It becomes a request, too, if
-                anything else is asked before, or when the node's thread next looks.
+            waits: False: return what `finish` takes once the messages were sent. It becomes a request, too, if anything
+                else is asked before, when the node's thread next looks, or if the messages were too long to be sent at
+                once.
 
         Raises:
             StoreClosed: as `ask`.
@@ -372,7 +373,9 @@ class NodeSession:
                 exchange.begun = number + 1
                 self._paths.send(send.link, send.frames)
             sent()
-            return self._receive(exchange) if waits else exchange
+            if waits:
+                return self._receive(exchange)
+            return exchange if self._direct.has_sent(exchange.links) else self._hand_over(exchange)
         except BaseException:
             self._leave(exchange)
             raise

@@ -525,6 +525,9 @@ class DistBackend(StoreBackend):
         follows = kind is Kind.PULL and keys is self._pushed
         if (ahead is None or not follows) and (ahead or self._expected or not self._is_quiet()):
             return None
+        asks_ahead = kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT
+        if kind is Kind.PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:
+            return None  # To wait until servers have it would take as long as the bytes do.
         if follows:
             keys.pulled_next += 1
             self._pushed = self._ahead = None
@@ -533,7 +536,7 @@ class DistBackend(StoreBackend):
         if ahead is not None:
             sent()
             return self._answer(ahead, outs, partial(self._finish, ahead), own=False)
-        if kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT:
+        if asks_ahead:
             plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
         made = self._transfers.begin(plan, values)
         if made is None:

@@ -534,6 +534,10 @@ class DirectTransport:
         last = [*stream.recent, *(each for item in stream.out for each in item.buffers)]
         return any(each is head for each in last)
 
+    def has_sent(self, links: tuple[Link, ...]) -> bool:
+        """Whether all was sent on links that were taken: nothing is queued."""
+        return not any(self._open[link].out for link in links)
+
     def give_back(self, links: tuple[Link, ...], *, drops: bool = False) -> None:
         """Give back links that were taken, and what has come there and was not removed, unless that is dropped.
 
