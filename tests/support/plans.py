@@ -1,8 +1,7 @@
-"""Calls that are made by plans: watches what they exchange, and has planned and other calls come at random."""
+"""Calls that are made by plans: watches what they exchange."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol.message import NUMBER, NUMBER_AT, Kind, encode
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
-from distrun_runtime.store.plans import CallPlans
 from distrun_runtime.transport.resend import kind_of
 
 
@@ -60,14 +58,3 @@ def steady_calls(patch: pytest.MonkeyPatch) -> list[SteadyCall]:
 
     patch.setattr(NodeSession, "exchange", watched)
     return found
-
-
-def alternate(patch: Any, seed: str) -> None:
-    """Have half of the calls for which there is a plan made without it; the same seed chooses the same ones."""
-    find, chance = CallPlans.find, random.Random(seed)
-
-    def found(self: CallPlans, *call: Any) -> Any:
-        plan = find(self, *call)
-        return plan if chance.random() < 0.5 else None
-
-    patch.setattr(CallPlans, "find", found)

@@ -540,7 +540,7 @@ class DistBackend(StoreBackend):
             plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
         made = self._transfers.begin(plan, values)
         if made is None:
-            self._plans.drop(plan)
+            self._plans.pop(plan.name, None)
             return None
         exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), made.requests.append)
         if kind is Kind.PUSH:

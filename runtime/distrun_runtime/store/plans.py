@@ -32,8 +32,9 @@ PLANNED_BYTES = 16 * 1024 * 1024
 """Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
 STAGED_BYTES = 32 * 1024
 """Messages of fewer bytes do not go by shared memory: a reference costs as much as the copies."""
-PLANNED_KEYS = 1 << 16
-"""The plans of a store have so many keys together (64 lists of 1,024); the least recently used one goes."""
+PLANS = 1024
+"""So many plans a store has: enough for push and pull of each of some hundred keys. One takes about as much memory as
+the list of its keys."""
 
 _STEP = struct.Struct("<I")
 _PAYLOAD_AT = HEAD_BYTES + ENTRY.fields["payload"][1]  # type: ignore[index]
@@ -151,12 +152,8 @@ class PlannedCall:
     """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""
 
 
-class CallPlans:
-    """The plans of one store, by name. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[Name, CallPlan] = OrderedDict()
-        self._keys = 0
+class CallPlans(OrderedDict[Name, CallPlan]):
+    """The plans of one store, by name: the most recently used `PLANS`. Not thread-safe."""
 
     def find(self, kind: Kind, key: Any, priority: object, scale: object) -> CallPlan | None:
         """Return the plan of a call, by its arguments as they were given; None: it has none."""
@@ -167,7 +164,7 @@ class CallPlans:
         else:
             return None
         try:
-            found = self._plans.get((kind, names, priority, scale))  # type: ignore[arg-type]
+            found = self.get((kind, names, priority, scale))  # type: ignore[arg-type]
         except TypeError:  # Something that is no key or number.
             return None
         if found is None or type(priority) is not int:
@@ -175,23 +172,11 @@ class CallPlans:
         # Equal keys may be of other types: True, numpy's integers.
         if type(found.name[1][0]) is int and set(map(type, names)) != {int}:
             return None
-        self._plans.move_to_end(found.name)
+        self.move_to_end(found.name)
         return found
 
     def keep(self, plan: CallPlan) -> None:
         """Take in a plan."""
-        self.drop(plan)
-        self._plans[plan.name] = plan
-        self._keys += len(plan.name[1])
-        while self._keys > PLANNED_KEYS and len(self._plans) > 1:
-            self.drop(next(iter(self._plans.values())))
-
-    def drop(self, plan: CallPlan) -> None:
-        """Forget a plan, if there is one of its name."""
-        if self._plans.pop(plan.name, None) is not None:
-            self._keys -= len(plan.name[1])
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._plans.clear()
-        self._keys = 0
+        self[plan.name] = plan
+        if len(self) > PLANS:
+            self.popitem(last=False)

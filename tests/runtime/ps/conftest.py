@@ -9,10 +9,10 @@ from typing import Any
 
 import cluster
 import pytest
+from alternation import alternate
 from cluster import PATHS, Cluster
 from delays import delay
 from history_server import History
-from plans import alternate
 
 
 @pytest.fixture(params=sorted(PATHS))
@@ -27,7 +27,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     """
     if not getattr(request.module, "COUNTS_MESSAGES", False):
         delay(monkeypatch, request.node.nodeid)
-        alternate(monkeypatch, request.node.nodeid)
+        alternate(request.node.nodeid, monkeypatch.setattr)
     monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
     return partial(Cluster, over=PATHS[request.param])
 

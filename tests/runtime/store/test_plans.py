@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import plans
 import pytest
+from alternation import alternate
 from cluster import PATHS, run_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,7 +119,7 @@ def test_calls_with_and_without_plans_in_any_order_give_the_same_values(data: st
         if call in {"pull", "pushpull"}:
             expected.append([stored[key] for key in some])
     with pytest.MonkeyPatch.context() as patch:
-        plans.alternate(patch, seed)
+        alternate(seed, patch.setattr)
         assert run_job(script, 2, 2, over="direct") == [expected] * 2
 
 
@@ -310,10 +311,10 @@ def test_rounds_that_were_loaded_have_a_plan_of_their_own(tmp_path: Any) -> None
     assert run_job(script, 2, 2, over="direct") == [[0, 2, 4, 6, 8, 4, 10]] * 2
 
 
-def test_the_least_recently_used_plan_goes_when_there_are_too_many_keys(
+def test_the_least_recently_used_plan_goes_when_there_are_too_many(
     steady: list[plans.SteadyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_plans, "PLANNED_KEYS", 5)
+    monkeypatch.setattr(store_plans, "PLANS", 2)
 
     def script(kv: KVStore) -> list[int]:
         keys = ["a", "b", "c", "d"]
