@@ -18,12 +18,14 @@ from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.role import Request
 from distrun_runtime.transport import admission, host_segments
 from distrun_runtime.transport.admission import Admission
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.inproc import InprocTransport
 from distrun_runtime.transport.resend import kind_of
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 POINTS: tuple[tuple[Any, str], ...] = (
     (ZmqTransport, "send"),
+    (DirectTransport, "send"),
     (InprocTransport, "send"),
     (ZmqTransport, "wake"),
     (InprocTransport, "wake"),

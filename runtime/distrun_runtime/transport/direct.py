@@ -66,8 +66,10 @@ ENDING_S = 0.5
 LOOK_S = 1.0
 """How often these limits are looked at."""
 
-CHUNK_BYTES = 64 * 1024
-"""So much is read at once. Of a message that is longer, the rest is read to where it stays."""
+CHUNK_BYTES = 96 * 1024
+"""So much is read at once: small values with their heads, and less than what malloc asks the kernel for each time."""
+LONG_BYTES = 16 * 1024
+"""If a message of more has come in part, its rest is read to where it stays."""
 FRAMES_LIMIT = ENTRY_LIMIT + 8
 _BUFFERS = 1000
 """How many buffers one system call is given; Linux takes 1,024."""
@@ -260,8 +262,7 @@ class _DirectStream:
             if max(sizes) > FRAME_LIMIT:
                 raise ValueError(f"a frame of {max(sizes)} bytes; the limit is {FRAME_LIMIT}")
             end = start + sum(sizes)
-            is_long = end - length > CHUNK_BYTES
-            if end > length and not is_long:
+            if end > length and end - at <= LONG_BYTES:
                 break
             frames: list[Buffer] = []
             for number, size in enumerate(sizes):
