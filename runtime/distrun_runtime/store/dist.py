@@ -555,9 +555,8 @@ class DistBackend(StoreBackend):
 
     def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
         """Receive the answers of a push that asked for its result; return them, or the request."""
-        if isinstance(made.ahead, CallUnderWay):
-            return self._node.finish(made.ahead, waits=waits)
-        return made.requests[0]
+        ahead, made.ahead = made.ahead, None  # It refers to the call, too: with it, the memory of values goes at once.
+        return self._node.finish(ahead, waits=waits) if isinstance(ahead, CallUnderWay) else made.requests[0]
 
     def _land(self) -> None:
         """Have a push that asked for its result go on as a request. Call with the lock held."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import textwrap
 import threading
@@ -145,6 +146,29 @@ def test_large_answers_that_travel_as_bytes_are_received_in_the_same_memory_agai
         assert all(into is not None and len(into) == 4 * (size + 5) for one in calls for into in one.into)
         # A call that has become a request, as this machine was slow, leaves its memory to it.
         assert len({id(into) for one in calls for into in one.into}) <= 1 + sum(one.is_request for one in calls)
+
+
+@pytest.mark.parametrize("calls", ["pushpull", "push and pull"])
+def test_steady_calls_give_their_shared_memory_back_without_a_search_for_garbage(calls: str) -> None:
+    size, steps = 500_000, 40
+
+    def script(kv: KVStore) -> int:
+        kv.init("a", full(0, (size,)))
+        value, out = full(1, (size,)), full(0, (size,))
+        for _ in range(steps):
+            if calls == "pushpull":
+                kv.pushpull("a", value, out)
+            else:
+                kv.push("a", value)
+                kv.pull("a", out)
+        return int(kv._backend._node._memory.staging.size)  # type: ignore[attr-defined]
+
+    gc.disable()
+    try:
+        sizes = run_job(script, 2, 1, over="direct")
+    finally:
+        gc.enable()
+    assert max(sizes) < steps // 2 * 4 * size
 
 
 # What is no steady call
