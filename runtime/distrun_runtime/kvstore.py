@@ -14,7 +14,6 @@ with kvstore.create("dist_sync") as kv:
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import os
@@ -36,7 +35,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
-from distrun_runtime.protocol.message import GROUP_LETTERS
+from distrun_runtime.protocol.message import GROUP_LETTERS, Kind
 from distrun_runtime.store import values
 from distrun_runtime.store.base import (
     CallOptions,
@@ -67,8 +66,6 @@ Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
 Item = tuple[KeyRecord, Value]
-
-_BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
 
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
@@ -352,6 +349,10 @@ class KVStore(KVStoreBase):
             priority: higher goes first, if there is a choice.
             scale: what this contribution is multiplied by where it is summed.
         """
+        if wait:
+            steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
+            if steady is not None:
+                return _awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
         with BorrowedArrays() as borrowed:
@@ -373,6 +374,8 @@ class KVStore(KVStoreBase):
         Raises:
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
+        if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
+            return _awaited(steady, True)
         self._ready()
         with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
@@ -392,11 +395,16 @@ class KVStore(KVStoreBase):
         scale: float = 1.0,
     ) -> Pending:
         """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
+        given_out = value if out is None else out
+        if wait:
+            steady = self._backend.steady(Kind.PUSHPULL, key, value, given_out, priority=priority, scale=scale)
+            if steady is not None:
+                return _awaited(steady, True)
         self._ready()
         number, factor = _numbers(priority, scale)
         with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
-            targets, outs = self._outputs(key, value if out is None else out, borrowed)
+            targets, outs = self._outputs(key, given_out, borrowed)
             if targets is not keys and targets.records != keys.records:
                 by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
                 outs = [by_key[record.key] for record in keys.records]
@@ -713,7 +721,7 @@ class KVStore(KVStoreBase):
         With wait=False the Pending is done then. Calls that all workers make together are finished first.
         """
         self._settled()
-        return _awaited(self._backend.barrier(), wait)
+        return _awaited(self._backend.meet() if wait else self._backend.barrier(), wait)
 
     def join(self) -> None:
         """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data.
@@ -898,11 +906,7 @@ class KVStore(KVStoreBase):
     ) -> tuple[Selection, Sequence[Sequence[DeviceArray]]]:
         """Return the keys of a pull, and the outputs of each."""
         known, given = self._known(key), _listed(key, out)
-        # As `Selection.fits`: all arrays at once.
-        if known is not None and known.fits(given) and all(map(_IS_WRITEABLE, given)):
-            own_memory = all(map(operator.is_, map(_BASE, given), itertools.repeat(None)))
-            if not own_memory or len(set(map(id, given))) < len(given):
-                values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
+        if known is not None and known.fits(given) and known.takes(given):
             return known, list(zip(given, strict=False))
         items = [(self._record(name), arrays) for name, arrays in values.outputs(key, out)]
         for record, arrays in items:

@@ -5,6 +5,7 @@ One job runs all of them, tests/integration/conformance/job.py; docs/conformance
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from manual import ManualJob
 
 SCRIPT = Path(__file__).parent / "conformance" / "job.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 SEVEN = 7
 PARTS = [
     "trainer_reset",
@@ -49,6 +51,8 @@ def said() -> Iterator[str]:
         patch.setenv("TRACES", folder + "/traces:of,all")
         # As there: large values are on all seven servers. Jobs in threads have both ways of placing them.
         patch.setenv("DISTRUN_PARTITION", "mxnet")
+        # Calls that are planned and others come in any order.
+        patch.setenv("PYTHONPATH", str(SUPPORT / "alternating"), prepend=os.pathsep)
         # numpy's loops: fourteen processes would compile or load numba's, which give the same bytes (test_compiled.py).
         patch.setenv("NUMBA_DISABLE_JIT", "1")
         command = [sys.executable, "-m", "distrun", "launch", "-n", str(SEVEN), "--launcher", "local"]

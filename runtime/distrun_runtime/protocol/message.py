@@ -33,6 +33,10 @@ FRAME_LIMIT = 64 * 1024 * 1024
 ENTRY_LIMIT = 65536
 
 _HEAD = struct.Struct("<4sHBBHBxIiIiQIII")
+HEAD_BYTES = _HEAD.size
+"""Where the entries begin in the first frame."""
+STEP_AT = HEAD_BYTES - 4
+"""Where the step is in a head."""
 
 ENTRY = np.dtype(
     [

@@ -32,7 +32,6 @@ from distrun_runtime.protocol.message import (
     REPLY,
     Membership,
     Message,
-    decode,
 )
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import ROLE_CODES, Loop
@@ -85,7 +84,7 @@ class Asked(NamedTuple):
     members: Membership | None = None
 
 
-class _CallUnderWay:
+class CallUnderWay:
     """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
 
     def __init__(self, sends: Sequence[PlannedSend], links: tuple[str, ...], first: int) -> None:
@@ -96,6 +95,9 @@ class _CallUnderWay:
         """Number of the first message."""
         self.begun = 0
         """How many were sent, or are being sent."""
+        self.as_request: Callable[[], Asked]
+        """What is asked if they are left, and who is told of the request."""
+        self.tell: Callable[[Request], object]
         self.ask: Ask | None = None
         self.is_done = False
         """All answers were taken."""
@@ -129,7 +131,7 @@ class NodeSession:
         self._paths = self._transport if isinstance(self._transport, BulkTransport) else None
         self._direct = None if self._paths is None else self._paths.direct
         self._turn = None if self._direct is None else self._direct.turn()
-        self._exchange: _CallUnderWay | None = None
+        self._exchange: CallUnderWay | None = None
         """What a thread of the script does, or has left to the node's thread."""
         self._loop = Loop(
             *(self._transport, self.worker, config.token, self._trace),
@@ -281,7 +283,9 @@ class NodeSession:
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
         sent: Callable[[], object],
-    ) -> list[Sequence[Buffer]] | Request:
+        *,
+        waits: bool = True,
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
         """Send messages and receive their answers, in the calling thread if nothing else is in flight.
 
         Returns the frames of the answers, in the order of `sends`: each says that its request succeeded, and nothing
@@ -295,6 +299,9 @@ class NodeSession:
             sent: called once when the messages are on their way, or handed to the node's thread, so that others may
                 send. Not always if this raises. The caller may hold a lock until then for which no callback in the
                 node's thread (`Request.then`) waits.
+            waits: False: return what `finish` takes once the messages were sent. It becomes a request, too, if anything
+                else is asked before, when the node's thread next looks, or if the messages were too long to be sent at
+                once.
 
         Raises:
             StoreClosed: as `ask`.
@@ -309,13 +316,14 @@ class NodeSession:
                 exchange = self._reserve(sends)
                 if exchange is not None:
                     self._calls += 1
-                    return self._carry_out(exchange, as_request, begun, sent)
+                    exchange.as_request, exchange.tell = as_request, begun
+                    return self._carry_out(exchange, sent, waits)
         request = self.ask(*as_request())
         begun(request)
         sent()
         return request
 
-    def _reserve(self, sends: Sequence[PlannedSend]) -> _CallUnderWay | None:
+    def _reserve(self, sends: Sequence[PlannedSend]) -> CallUnderWay | None:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
@@ -325,15 +333,32 @@ class NodeSession:
             if not self._direct.is_open(link):
                 return None
         first = self.worker.reserve(len(sends))
-        return _CallUnderWay(sends, links, first) if first else None
+        return CallUnderWay(sends, links, first) if first else None
+
+    def finish(self, exchange: CallUnderWay, *, waits: bool = True) -> list[Sequence[Buffer]] | Request:
+        """Receive the answers of an `exchange` that did not wait; with waits=False, only make it a request.
+
+        Raises:
+            StoreClosed: as `ask`.
+            KeyboardInterrupt: as `exchange`.
+        """
+        self.check()
+        assert self._turn is not None
+        self._turn.want()
+        with self._turn.lock:
+            self._turn.begin()
+            if self._exchange is exchange:
+                try:
+                    return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
+                except BaseException:
+                    self._leave(exchange)
+                    raise
+        assert exchange.ask is not None
+        return exchange.ask.request
 
     def _carry_out(
-        self,
-        exchange: _CallUnderWay,
-        as_request: Callable[[], Asked],
-        begun: Callable[[Request], object],
-        sent: Callable[[], object],
-    ) -> list[Sequence[Buffer]] | Request:
+        self, exchange: CallUnderWay, sent: Callable[[], object], waits: bool
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
         assert self._direct is not None
@@ -348,18 +373,29 @@ class NodeSession:
                 exchange.begun = number + 1
                 self._paths.send(send.link, send.frames)
             sent()
-            answers = self._answers(exchange)
+            if waits:
+                return self._receive(exchange)
+            return exchange if self._direct.has_sent(exchange.links) else self._hand_over(exchange)
         except BaseException:
-            self._hand_over(exchange, as_request(), begun)
+            self._leave(exchange)
             raise
+
+    def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | Request:
+        assert self._direct is not None
+        answers = self._answers(exchange)
         if answers is None:
-            return self._hand_over(exchange, as_request(), begun)
+            return self._hand_over(exchange)
         exchange.is_done = True
-        self._direct.give_back(drops=True)
+        self._direct.give_back(exchange.links, drops=True)
         self._exchange = None
         return answers
 
-    def _answers(self, exchange: _CallUnderWay) -> list[Sequence[Buffer]] | None:
+    def _leave(self, exchange: CallUnderWay) -> None:
+        """Have the node's thread go on with what was interrupted, unless it does already or nothing is left to do."""
+        if exchange.ask is None and not exchange.is_done:
+            self._hand_over(exchange)
+
+    def _answers(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | None:
         """Wait for the answers and return them; None: something else came, or was to be done."""
         assert self._paths is not None
         assert self._direct is not None
@@ -376,10 +412,11 @@ class NodeSession:
             if not self._direct.wait(max(until - time.monotonic(), 0.0)):
                 return None
 
-    def _hand_over(self, exchange: _CallUnderWay, asked: Asked, begun: Callable[[Request], object]) -> Request:
+    def _hand_over(self, exchange: CallUnderWay) -> Request:
+        asked = exchange.as_request()
         request = Request(asked.what, _LIMIT, self._waits)
         exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)
-        begun(request)
+        exchange.tell(request)
         self._transport.wake()
         return request
 
@@ -390,15 +427,15 @@ class NodeSession:
             return None
         assert self._direct is not None
         if left.is_done:
-            self._direct.give_back(drops=True)
+            self._direct.give_back(left.links, drops=True)
             return None
+        if left.ask is None:  # `finish` was not called yet, or a call was interrupted twice.
+            self._hand_over(left)
         sent, ask = left.begun, left.ask
+        assert ask is not None
         if sent and not self._direct.was_sent(left.sends[sent - 1].link, left.sends[sent - 1].frames[0]):
             sent -= 1
-        self._direct.give_back()
-        if ask is None:  # It was interrupted twice.
-            messages = [(send.link, decode(send.frames)) for send in left.sends]
-            ask = Ask(Request("a call that was interrupted"), messages)
+        self._direct.give_back(left.links)
         return Adopted(ask, left.first, sent)
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ calls its `StoreBackend`, which does the work: `local.LocalBackend` in this proc
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import threading
@@ -22,9 +23,10 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store.keys import TYPES, Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.values import Value, apart
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -141,7 +143,8 @@ class Lifetime:
         return before != self._ended
 
 
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_SHAPE, _DTYPE, _BASE = map(operator.attrgetter, ("shape", "dtype", "base"))
+_IS_WRITEABLE = operator.attrgetter("flags.writeable")
 
 
 class Selection:
@@ -179,6 +182,19 @@ class Selection:
         if set(map(type, arrays)) != {np.ndarray}:
             return False
         return list(map(_SHAPE, arrays)) == self._shapes and list(map(_DTYPE, arrays)) == self._dtypes
+
+    def takes(self, arrays: Sequence[Any]) -> bool:
+        """Whether arrays that fit may be the outputs, one for each key.
+
+        Raises:
+            KVError: two of them share memory; names the keys.
+        """
+        if not all(map(_IS_WRITEABLE, arrays)):
+            return False
+        own_memory = all(map(operator.is_, map(_BASE, arrays), itertools.repeat(None)))
+        if not own_memory or len(set(map(id, arrays))) < len(arrays):
+            apart([(record.key, None, array) for record, array in zip(self.records, arrays, strict=True)])
+        return True
 
 
 class StoreBackend(Protocol):
@@ -275,6 +291,20 @@ class StoreBackend(Protocol):
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
 
+    def steady(
+        self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
+    ) -> Pending | None:
+        """Make a push, pull or pushpull that waits, if it is as one before; None: it is not, and nothing was done.
+
+        Arguments:
+            key, values, outs: as the script gave them; None: the call has no values, or no outputs.
+        """
+        return None
+
+    def meet(self) -> Pending:
+        """As `barrier`, and it may wait."""
+        return self.barrier()
+
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""
         return CompletedCall("skip_round")
@@ -347,7 +377,7 @@ class StoreBackend(Protocol):
 # NotImplementedError.
 
 
-Kind = TypeVar("Kind", bound="type[KVStoreBase]")
+StoreClass = TypeVar("StoreClass", bound="type[KVStoreBase]")
 
 
 class KVStoreBase(ABC):  # no Protocol: that would keep `super().__init__()` from a user's other base classes
@@ -361,7 +391,7 @@ class KVStoreBase(ABC):  # no Protocol: that would keep `super().__init__()` fro
     """A capability: the store updates weights itself."""
 
     @staticmethod
-    def register(kind: Kind) -> Kind:
+    def register(kind: StoreClass) -> StoreClass:
         """Make a class known to `kvstore.create` by its name in lower case. A class decorator.
 
         Raises:

@@ -31,6 +31,7 @@ from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, mxnet_shards, shards_on
+from distrun_runtime.ps.session import CallUnderWay
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
@@ -38,6 +39,7 @@ from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
 from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
+from distrun_runtime.store.plans import CallPlan, CallPlans, PlannedCall
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
 from distrun_runtime.store.values import RowSparse, Value
@@ -233,6 +235,8 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""
+PLANNED_S = 1.0
+"""How long `close` waits for a call that is made by a plan; after a tenth of that it is a request."""
 PULLED_NEXT = 2
 """After so many pushes of the same keys that their pull followed, the next push asks for the result at once."""
 PULLED_NEXT_AGAIN = 16
@@ -300,10 +304,15 @@ class DistBackend(StoreBackend):
         """What this worker calls keys that it is about to initialise."""
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
+        self._plans = CallPlans()
+        self._planning = threading.Lock()
+        """Held while a call is made by a plan."""
         self._pushed: Selection | None = None
         """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
         """That push, if it asked for the result too, and what takes that in for outputs."""
+        self._ahead: PlannedCall | None = None
+        """That push instead, if it was planned and its answers are not looked for yet."""
         node.before_end(self._flush_at_end)
 
     @property
@@ -396,11 +405,16 @@ class DistBackend(StoreBackend):
                     # an answer of each server. The answer is of the round that the pull would ask for, whenever that
                     # comes: no other call lies between.
                     self._expected = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                    self._learn(Kind.PUSH, keys, call)
                     return CompletedCall(f"push of {keys.named}")
-            return self._push_now(keys, values, call)
+            sent = self._push_now(keys, values, call)
+            self._learn(Kind.PUSH, keys, call)
+            return sent
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
+            self._learn(Kind.PULL, keys, call)
+            self._land()
             if keys is self._pushed:
                 keys.pulled_next += 1
                 expected, self._pushed, self._expected = self._expected, None, None
@@ -421,9 +435,16 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
             self.lifetime.check()
             self._begin()
+            if not call.waits and self._gathers(keys, True):
+                first = self._gathering.push(keys, cast("Sequence[Array]", values), call)
+                both = Both(f"pushpull of {keys.named}", first, self._gathering.pull(keys, outs, call, own=True))
+                if self._gathering.size_bytes >= GATHERED_BYTES:
+                    self._flush()
+                return both
             self._flush()
             if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                self._learn(Kind.PUSHPULL, keys, call)
                 sent.take = partial(taking, outs, True)
                 return sent
             push = self._push_now(keys, values, call)
@@ -431,6 +452,7 @@ class DistBackend(StoreBackend):
 
     def _begin(self) -> None:
         """Begin a call that is not the pull of what was just pushed. Call with the lock held."""
+        self._land()
         keys, expected = self._pushed, self._expected
         self._pushed = self._expected = None
         if keys is not None:
@@ -457,7 +479,8 @@ class DistBackend(StoreBackend):
         """Send the small calls that were kept."""
         with self._lock:
             for is_push, keys, arrays, call, waiting in self._gathering.take() if self._gathering.count else ():
-                sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call)
+                own = self._gathering.own
+                sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call, own)
                 for gathered in waiting:
                     gathered.sent = sent
 
@@ -470,6 +493,122 @@ class DistBackend(StoreBackend):
         except Exception as err:
             # The store was closed, or the process has lost the job: the next call is told.
             self.lifetime.late.add(err, err)
+
+    def steady(
+        self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
+    ) -> Pending | None:
+        if type(key) is str or type(key) is int:
+            values, outs = (values,), (outs,)
+        held = [self._lock]
+        self._lock.acquire()
+        try:
+            plan = self._plans.find(kind, key, priority, scale)
+            if plan is None or not self._link.plans:
+                return None
+            self.lifetime.check()
+            self.lifetime.late.raise_first()
+            if not plan.fits(kind, values, outs) or not self._planning.acquire(blocking=False):
+                return None
+            try:
+                return self._steady(kind, plan, values, outs, lambda: held.pop().release())
+            finally:
+                self._planning.release()
+        finally:
+            for lock in held:
+                lock.release()
+
+    def _steady(
+        self, kind: Kind, plan: CallPlan, values: Sequence[Array], outs: Sequence[Array], sent: Callable[[], None]
+    ) -> Pending | None:
+        """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
+        keys, ahead = plan.keys, self._ahead
+        follows = kind is Kind.PULL and keys is self._pushed
+        if (ahead is None or not follows) and (ahead or self._expected or not self._is_quiet()):
+            return None
+        asks_ahead = kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT
+        if kind is Kind.PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:
+            return None  # To wait until servers have it would take as long as the bytes do.
+        if follows:
+            keys.pulled_next += 1
+            self._pushed = self._ahead = None
+        else:
+            self._begin()
+        if ahead is not None:
+            sent()
+            return self._answer(ahead, outs, partial(self._finish, ahead), own=False)
+        if asks_ahead:
+            plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
+        made = self._transfers.begin(plan, values)
+        if made is None:
+            self._plans.pop(plan.name, None)
+            return None
+        exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), made.requests.append)
+        if kind is Kind.PUSH:
+            self._pushed = keys
+            if plan.name[0] is Kind.PUSHPULL:
+                try:
+                    made.ahead = exchange(waits=False)
+                finally:
+                    self._ahead = made if made.ahead or made.requests else None
+                return CompletedCall(f"push of {keys.named}")
+        return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
+
+    def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
+        """Receive the answers of a push that asked for its result; return them, or the request."""
+        ahead, made.ahead = made.ahead, None  # It refers to the call, too: with it, the memory of values goes at once.
+        return self._node.finish(ahead, waits=waits) if isinstance(ahead, CallUnderWay) else made.requests[0]
+
+    def _land(self) -> None:
+        """Have a push that asked for its result go on as a request. Call with the lock held."""
+        made, self._ahead = self._ahead, None
+        if made is not None:
+            self._expected = self._pushing(made, self._finish(made, waits=False))
+
+    def _pushing(self, made: PlannedCall, request: Request) -> tuple[SentCall, Taking]:
+        taking = self._transfers.goes_on(made, request)
+        request.then(self._answered)
+        return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
+
+    def _answer(self, made: PlannedCall, outs: Sequence[Array], exchange: Callable[[], Any], *, own: bool) -> Pending:
+        """Receive the answers of a steady call in this thread; `own` as for `_pull_now`."""
+        try:
+            answers = exchange()
+        except BaseException:
+            # It was interrupted: what was sent goes on.
+            for request in made.requests:
+                self._goes_on(made, request, outs, own).left_waiting()
+            raise
+        if isinstance(answers, Request):
+            return self._goes_on(made, answers, outs, own)
+        done = CompletedCall(made.plan.what)
+        done.skipped = self._transfers.take(made, answers, outs, own)
+        return done
+
+    def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array], own: bool) -> SentCall:
+        """Return a steady call that has become a request."""
+        kind = made.plan.name[0]
+        with self._lock:
+            if kind is Kind.PUSH:
+                self._transfers.goes_on(made, request)
+                return self._sent(request)
+            if kind is Kind.PUSHPULL:
+                sent, taking = self._pushing(made, request)
+            else:
+                sent, taking = SentCall(request, self._link, self.lifetime.late), self._transfers.goes_on(made, request)
+        sent.take = partial(taking, [(out,) for out in outs], own)
+        return sent
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is kept, and all that was asked is answered. Call with the lock held."""
+        return not self._gathering.count and not self._link.is_busy
+
+    def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
+        """Have the call that was just made planned from now on, if that can be. Call with the lock held."""
+        if call.waits and self._link.plans and not (self._is_async or self.compresses):
+            for each in {kind, Kind.PUSHPULL if kind is Kind.PUSH else kind}:
+                plan = self._transfers.plan(each, keys, call)
+                if plan is not None:
+                    self._plans.keep(plan)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if self._is_async:
@@ -575,6 +714,7 @@ class DistBackend(StoreBackend):
         self._settle()
         with self._lock:
             self._compressor.set(setting, keys)
+            self._plans.clear()
 
     # States and facts
 
@@ -612,13 +752,19 @@ class DistBackend(StoreBackend):
     # Membership
 
     def barrier(self) -> Pending:
+        return self._barrier(waits=False)
+
+    def meet(self) -> Pending:
+        return self._barrier(waits=True)
+
+    def _barrier(self, *, waits: bool) -> Pending:
         with self._lock:
             self._begin()
             self._flush()
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
             pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
-        call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
+        call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes, waits=waits)
         late, leave = self.lifetime.late, partial(self._link.leave, call)
         return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
 
@@ -650,11 +796,15 @@ class DistBackend(StoreBackend):
             self._node.not_before_end(self._flush_at_end)
             self._compressor.clear()
             with self._lock:
+                self._plans.clear()
                 self._open, self._asked = [], []
                 self._transfers = Transfers(self._link, self._compressor)
                 self._gathering = CallBatch(self._flush)
             self._node.unreserve(self._link.store)
             self.reducer.trim()
+            # Another thread's call is soon answered, or among those that the end comes after.
+            if self._planning.acquire(timeout=PLANNED_S):
+                self._planning.release()
             self._link.close()
 
     def give_up(self, error: BaseException) -> None:

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field
 from typing import Any
 
-from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.arrays.dtypes import Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import NodeSession
+from distrun_runtime.ps.session import Asked, CallUnderWay, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -113,6 +113,16 @@ class StoreLink:
         return stages.span(stage) if stages.is_on else self.span(stage)
 
     @property
+    def plans(self) -> bool:
+        """Whether calls may be made by plans: the store is that of all workers, and nothing is measured."""
+        return self._group is None and not self.node.recorder.is_on and not self.node.stages.is_on
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that was asked is not answered."""
+        return bool(self._under_way)
+
+    @property
     def is_unused(self) -> bool:
         """Whether no call that all workers make together has succeeded here or is under way, but for `create`."""
         with self._lock:
@@ -144,9 +154,28 @@ class StoreLink:
     ) -> Request:
         """Send messages of this store; the arguments are those of `Session.ask`."""
         request = self.node.ask(what, messages, after=after, entries_of=entries_of, members=self._shared_by)
+        self._begun(request)
+        return request
+
+    def exchange(
+        self,
+        sends: Sequence[PlannedSend],
+        as_request: Callable[[], Asked],
+        begun: Callable[[Request], object],
+        sent: Callable[[], object] = lambda: None,
+        waits: bool = True,
+    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
+        """As `NodeSession.exchange`, of a store of all workers."""
+
+        def follow(request: Request) -> None:
+            self._begun(request)
+            begun(request)
+
+        return self.node.exchange(sends, as_request, follow, sent, waits=waits)
+
+    def _begun(self, request: Request) -> None:
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
-        return request
 
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.
@@ -183,9 +212,20 @@ class StoreLink:
         return call.number, dict(reply.body)
 
     def begin(
-        self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[Request] = ()
+        self,
+        what: str,
+        kind: Kind,
+        number: int,
+        body: Mapping[str, Any],
+        after: Sequence[Request] = (),
+        *,
+        waits: bool = False,
     ) -> CollectiveCall:
-        """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
+        """As `agree`, but without waiting for the answer; the call is made once `after` are done.
+
+        Arguments:
+            waits: the answer may be waited for.
+        """
         with self._lock:
             held, self.held = self.held, None
             if held is not None and (held.kind is Kind.JOIN or (held.kind, held.body) == (kind, body)):
@@ -194,9 +234,32 @@ class StoreLink:
                     return held
                 self.held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
-        request = self.call(what, kind, {**body, "number": number}, after)
-        request.then(lambda error: self._answered(kind, number, request, error))
-        return CollectiveCall(kind, number, body, request)
+        begun: list[CollectiveCall] = []
+
+        def follow(request: Request) -> None:
+            begun.append(CollectiveCall(kind, number, body, request))
+            request.then(lambda error: self._answered(kind, number, request, error))
+
+        if waits and self.plans and not after:
+            try:
+                self._meet(what, Message(kind, store=self.store, body={**body, "number": number}), follow)
+            except BaseException:
+                for call in begun:
+                    self.leave(call)
+                raise
+        else:
+            follow(self.call(what, kind, {**body, "number": number}, after))
+        return begun[0]
+
+    def _meet(self, what: str, message: Message, begun: Callable[[Request], None]) -> None:
+        """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
+        head, body = encode(message, self.node.sender)
+        sends = [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])]
+        answers = self.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), begun)
+        if isinstance(answers, list):
+            request = Request(what)
+            request.resolve(tuple(map(decode, answers)), None)
+            begun(request)
 
     def leave(self, call: CollectiveCall) -> None:
         """Take back a call whose caller stops waiting, if that can be."""

@@ -21,7 +21,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
-from distrun_runtime.arrays.shared_memory import Stitched, stitched
+from distrun_runtime.arrays.shared_memory import Pool, Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops import compression as codecs
@@ -29,11 +29,12 @@ from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
+    BUCKET_ENTRIES,
     MESSAGE_BYTES,
     SHARED_MESSAGE_BYTES,
     Buckets,
@@ -41,12 +42,14 @@ from distrun_runtime.ps.routing import (
     Route,
     portions_of,
 )
+from distrun_runtime.ps.session import Asked, PlannedSend
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
+from distrun_runtime.store.plans import PLANNED_BYTES, STAGED_BYTES, CallPlan, PlannedCall, PlannedMessage
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:
@@ -266,14 +269,19 @@ class Transfers:
         loaded: list[Loaded] = []
         with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
-                # Memory that this server reads where it is, if it is on this host; else None.
-                staging = self._link.node.staging(portion.link)
+                staging = self._staging(portion)
                 if portion.is_plain:
                     loaded.append((portion, portion.gather(values, lent, staging, in_place), Payload.PACKED))
                 else:
                     frames = self._compressor.encode_all(portion, keys.records, values, staging)
                     loaded.append((portion, frames, Payload.FRAME))
         return loaded
+
+    def _staging(self, portion: Portion) -> Pool | None:
+        """Return memory that a portion's server reads where it is; None: it does not, or the portion is small."""
+        if portion.is_plain and portion.size * portion.dtype.itemsize < STAGED_BYTES:
+            return None
+        return self._link.node.staging(portion.link)
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
@@ -351,20 +359,23 @@ class Transfers:
         *,
         skip: Mapping[str, Any] | None = None,
     ) -> Request:
-        body: dict[str, Any] = {} if call.scale == 1.0 else {"scale": call.scale}
+        body = _body(call.scale)
         if skip is not None:
             body["skip"] = dict(skip)
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
         request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority)
-        portions = [portion for portion, _, _ in loaded]
+        # Not `loaded`: its frames are free when their own message is answered.
+        self._carries(request, [portion for portion, _, _ in loaded])
+        return request
+
+    def _carries(self, request: Request, portions: Sequence[Portion]) -> None:
+        """A request has contributions under way."""
         for portion in portions:
             portion.carried_by = request
             if portion.is_relayed:
                 self.relays.add(portion.server)
-        # Not `loaded`: its frames are free when their own message is answered.
         request.then(lambda error: self._buckets.forget(portions), only_errors=True)
-        return request
 
     def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:
         """Return what carries the values of row-sparse keys; each shard counts, also without a row of it."""
@@ -459,21 +470,105 @@ class Transfers:
     def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
         return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
 
+    # Calls that are made by plans
+
+    def plan(self, kind: Kind, keys: Selection, call: CallOptions) -> CallPlan | None:
+        """Return how the call that was just made is made from now on; None: not by a plan."""
+        routes, pulls = self._routes(keys), kind is not Kind.PUSH
+        route, payload = routes.plain, Payload.NONE if kind is Kind.PULL else Payload.PACKED
+        if keys.has_rows or keys.size_bytes > PLANNED_BYTES or routes.push is not route or routes.pull is not route:
+            return None
+        if kind is Kind.PUSHPULL and not self.goes_at_once(keys):
+            return None
+        for portion in route.portions:
+            is_unknown = payload is Payload.PACKED and not portion.bucket and len(portion.entries) >= BUCKET_ENTRIES
+            if portion.is_relayed or not portion.size or is_unknown:
+                return None
+        loaded: list[Loaded] = [(portion, (), payload) for portion in route.portions]
+        rounds, body = self._rounds[route.numbers], _body(call.scale)
+        made = [message for _, message in self._messages(kind, loaded, rounds, body, call.priority)]
+        frames = [[*map(bytes, encode(message, self._link.node.sender))] for message in made]
+        messages = [PlannedMessage(each, head, pulls) for each, (head, _) in zip(route.portions, frames, strict=True)]
+        name = (kind, tuple(record.key for record in keys.records), call.priority, call.scale)
+        return CallPlan(name, keys, route, messages, frames[0][1])
+
+    def begin(self, plan: CallPlan, values: Sequence[Array]) -> PlannedCall | None:
+        """Return a steady call that is ready to be sent; None: servers expect other messages than the plan has now.
+
+        The call is this worker's next contribution, so it has to be sent.
+        """
+        kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
+        rounds = self._rounds[route.numbers]
+        if kind is not Kind.PULL:
+            rounds += 1
+        if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
+            return None
+        in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
+        for each in plan.messages:
+            if not each.is_at(rounds):
+                return None
+            pool = self._staging(each.portion)
+            payloads = () if kind is Kind.PULL else each.portion.gather(values, False, pool, in_place)
+            sends.append(each.send(plan.text, payloads, pool is not None))
+        if kind is not Kind.PULL:
+            self._rounds[route.numbers] = rounds
+        return PlannedCall(plan, rounds, sends)
+
+    def asked(self, made: PlannedCall) -> Asked:
+        """Return what a steady call asks of the servers, as messages."""
+        kind, _, priority, scale = made.plan.name
+        payload = Payload.NONE if kind is Kind.PULL else Payload.PACKED
+        pairs = zip(made.plan.messages, made.sends, strict=True)
+        loaded = [(each.portion, send.frames[2:], payload) for each, send in pairs]
+        messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
+        return Asked(made.plan.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
+
+    def goes_on(self, made: PlannedCall, request: Request) -> Taking:
+        """A steady call has become a request; return what takes its replies in."""
+        made.plan.renew()
+        if made.plan.name[0] is not Kind.PULL:
+            self._carries(request, made.plan.route.portions)
+        return self._taking(made)
+
+    def _taking(self, made: PlannedCall) -> Taking:
+        return partial(self._taken, route=made.plan.route, rounds=made.rounds, records=made.plan.keys.records)
+
+    def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array], own: bool) -> Notes:
+        """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
+        plan, numbers = made.plan, made.plan.route.numbers
+        if plan.name[0] is Kind.PUSH:
+            return {}
+        if not plan.take(answers, outs):
+            return self._taking(made)([(out,) for out in outs], own, tuple(map(decode, answers)))
+        self._answered[numbers] = np.maximum(self._answered[numbers], made.rounds)
+        return {}
+
     # Messages
 
     def _send(
         self, what: str, kind: Kind, loaded: Sequence[Loaded], rounds: Array, *, body: Mapping[str, Any], priority: int
     ) -> Request:
-        def entries_of(number: int) -> Array:
-            """Return the entries of a message whose bucket a server does not know. In the node's thread."""
-            portion, _, payload = loaded[number]
-            self._buckets.forget([portion])
-            return portion.entries_at(rounds, payload)
-
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
+        messages = self._messages(kind, loaded, rounds, body, priority)
+        began = time.monotonic()
+        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
+        request = self._link.ask(what, messages, entries_of=partial(self._entries_again, loaded, rounds))
+        if is_measured:
+            request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
+        return request
+
+    def _entries_again(self, loaded: Sequence[Loaded], rounds: Array, number: int) -> Array:
+        """Return the entries of a message whose bucket a server does not know. In the node's thread."""
+        portion, _, payload = loaded[number]
+        self._buckets.forget([portion])
+        return portion.entries_at(rounds, payload)
+
+    def _messages(
+        self, kind: Kind, loaded: Sequence[Loaded], rounds: Array, body: Mapping[str, Any], priority: int
+    ) -> list[tuple[str, Message]]:
         messages = []
         for portion, frames, payload in loaded:
             # With a bucket in place of its entries if the server knows one.
@@ -494,12 +589,7 @@ class Transfers:
                 payloads=frames,
             )
             messages.append((portion.link, message))
-        began = time.monotonic()
-        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
-        request = self._link.ask(what, messages, entries_of=entries_of)
-        if is_measured:
-            request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
-        return request
+        return messages
 
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
@@ -528,6 +618,11 @@ class Transfers:
                 for record in keys.records
             ]
         return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes, relays)
+
+
+def _body(scale: float) -> dict[str, Any]:
+    """Return the body of a contribution."""
+    return {} if scale == 1.0 else {"scale": scale}
 
 
 def _how(setting: Compression | None) -> How:
@@ -774,6 +869,8 @@ class CallBatch:
         """Of all of them."""
         self._priority = 0
         """The highest: small calls cost too little to be sent apart by their priorities."""
+        self.own = False
+        """Whether the pulls belong to pushes before them."""
         self.count = 0
         """How many calls wait."""
         self.size_bytes = 0
@@ -787,9 +884,14 @@ class CallBatch:
         given = values if call.lent else [value.copy() for value in values]
         return self._put(self._pushes, keys, given, "push")
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> BatchedCall:
-        """Take in a pull."""
+    def pull(
+        self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions, own: bool = False
+    ) -> BatchedCall:
+        """Take in a pull; `own` as for `Transfers.pull`."""
         self._settle(keys, call, self._pulls)
+        if self._pulls.waiting and own != self.own:
+            self._flush()
+        self.own = own
         return self._put(self._pulls, keys, outs, "pull")
 
     def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:

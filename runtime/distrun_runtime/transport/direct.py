@@ -535,15 +535,24 @@ class DirectTransport:
         last = [*stream.recent, *(each for item in stream.out for each in item.buffers)]
         return any(each is head for each in last)
 
-    def give_back(self, *, drops: bool = False) -> None:
-        """Give back the links that were taken, and what has come there and was not removed, unless that is dropped."""
-        links, self._taken = self._taken, ()
+    def has_sent(self, links: tuple[Link, ...]) -> bool:
+        """Whether all was sent on links that were taken: nothing is queued."""
+        return not any(self._open[link].out for link in links)
+
+    def give_back(self, links: tuple[Link, ...], *, drops: bool = False) -> None:
+        """Give back links that were taken, and what has come there and was not removed, unless that is dropped.
+
+        After an interruption it may be called again.
+        """
+        self._taken = ()
         for link in links:
             stream = self._open.get(link)
             if stream is not None:
                 stream.into = None
                 if drops:
                     stream.received[0].clear()
+                else:
+                    stream.read()  # Who had it may have been interrupted before it looked at what came.
                 self._watch(stream)
                 self._deliver(stream)
 

@@ -163,14 +163,12 @@ class BulkTransport:
         lease = shared if inner.is_over else _SplitLease([shared, inner])
         if lease is not shared:
             self._by_inner[inner] = lease
+        self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
         self._in_use.append(lease)
         return lease
 
-    def poll(self, timeout_s: float) -> list[Event]:
-        """Wait for events and return them."""
-        if self._is_woken or time.monotonic() >= self._look_at:
-            self._is_woken = False
-            self._look()
+    def _release(self) -> None:
+        """Let go of memory that the other sides have read."""
         if self._in_use:
             in_use, self._in_use = self._in_use, []
             for lease in in_use:
@@ -178,6 +176,13 @@ class BulkTransport:
                     self._events.append(Released(lease))
                 else:
                     self._in_use.append(lease)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait for events and return them."""
+        if self._is_woken or time.monotonic() >= self._look_at:
+            self._is_woken = False
+            self._look()
+        self._release()
         for event in self._inner.poll(0.0 if self._events else timeout_s):
             if isinstance(event, Arrived) and bytes(event.frames[0][:4]) == MAGIC:
                 self._arrived(event)

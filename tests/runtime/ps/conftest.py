@@ -10,6 +10,7 @@ from typing import Any
 
 import cluster
 import pytest
+from alternation import alternate
 from cluster import PATHS, Cluster
 from delays import delay
 from history_server import History
@@ -25,10 +26,12 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     the servers know every second message by its bytes (`ps.steady`), else all that they can.
 
     Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own. Not where a
-    module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first.
+    module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first. There, too, calls
+    that are planned and others come in any order.
     """
     if not getattr(request.module, "COUNTS_MESSAGES", False):
         delay(monkeypatch, request.node.nodeid)
+        alternate(request.node.nodeid, monkeypatch.setattr)
     monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
     if request.param in ("inproc", "tcp"):
         alternate(monkeypatch)

@@ -80,6 +80,7 @@ def test_nothing_of_a_store_stays_when_all_its_workers_have_closed_it(job: Job, 
             held.barrier()
             if session.rank == 0 and number == 2:
                 until(lambda: len(made.scheduler._calls._stores) == 1 and all(len(each) == 1 for each in stores(made)))
+                held.stats()  # As below: what was handled last is a message of this kind.
                 found.append(kept())
             if session.rank == 0 and number == 5:
                 until(lambda: not grown(held))

@@ -13,6 +13,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.transport.resend import kind_of
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
@@ -38,16 +39,27 @@ def round_of(kv: Any, number: int) -> None:
         assert (out == 2 * number + 1).all(), (key, out.reshape(-1)[:3])
 
 
-def counting(session: Any) -> Counter[Kind]:
+def counting(session: Any) -> Counter[Any]:
     """Return what counts the messages of a session from now on, by their kinds."""
-    counts: Counter[Kind] = Counter()
+    counts: Counter[Any] = Counter()
     ask = session.ask
 
     def counted(what: str, messages: Any, *others: Any, **more: Any) -> Any:
         counts.update(message.kind for _, message in messages)
         return ask(what, messages, *others, **more)
 
-    session.ask = counted
+    exchange = session.exchange
+
+    def exchanged(sends: Any, *others: Any, **more: Any) -> Any:
+        # What it cannot send by itself it asks for.
+        session.ask = ask
+        counts.update(kind_of(send.frames) for send in sends)
+        try:
+            return exchange(sends, *others, **more)
+        finally:
+            session.ask = counted
+
+    session.ask, session.exchange = counted, exchanged
     return counts
 
 

@@ -121,3 +121,37 @@ def test_what_was_not_sent_yet_is_sent_by_close_and_refused_after_it() -> None:
     with Cluster(1, 1, over="inproc", network=slow.network) as job:
         job.run(script)
         assert slow.data >= 2
+
+
+def test_small_pushpulls_that_follow_each_other_share_messages_and_have_their_own_rounds() -> None:
+    slow = Slow()
+
+    def script(kv: KVStore) -> list[float]:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        outs = [full(-1) for _ in KEYS]
+        for step in range(2):
+            calls = [kv.pushpull(key, full(step + at), outs[at], -at, wait=False) for at, key in enumerate(KEYS)]
+            for call in calls:
+                call.wait()
+        return [float(out[0]) for out in outs]
+
+    assert run_job(script, 2, 1, network=slow.network) == [[2.0 * (at + 1) for at in range(len(KEYS))]] * 2
+    # One by one it were 800.
+    assert slow.data < 100
+
+
+def test_a_gathered_pushpull_of_a_round_that_was_skipped_leaves_its_outputs_as_they_are() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        kv.push(KEYS, [full(1) for _ in KEYS])
+        outs = [full(-5) for _ in KEYS]
+        if kv.rank:
+            kv.skip_round(KEYS, {"why": "nan"})
+        else:
+            for call in [kv.pushpull(key, full(3), outs[at], wait=False) for at, key in enumerate(KEYS)]:
+                call.wait()
+        pulled = full(-1)
+        kv.pull(KEYS[7], pulled)
+        return [float(outs[7][0]), float(pulled[0])]
+
+    assert run_job(script, 2, 1, network=Slow().network) == [[-5.0, 2.0]] * 2

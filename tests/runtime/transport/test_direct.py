@@ -465,7 +465,7 @@ def test_a_thread_with_the_turn_receives_on_the_links_that_it_has_taken(pair: Ca
         one.acceptor.send(one.link, [b"mine", b""])
         assert one.opener.wait(DEADLINE_S)
         assert one.opener.inbox("server-0") == [[b"mine", b""]]
-        one.opener.give_back(drops=True)
+        one.opener.give_back(("server-0",), drops=True)
     assert not polled
     one.acceptor.send(one.link, [b"for all", b""])
     thread.join(DEADLINE_S)
@@ -483,7 +483,7 @@ def test_what_was_not_removed_is_delivered_by_the_next_poll(pair: Callable[..., 
         one.acceptor.close()
         while one.opener.inbox("server-0") is not None:
             one.opener.wait(DEADLINE_S)
-        one.opener.give_back()
+        one.opener.give_back(("server-0",))
         [arrived, down] = until(one.opener, has(Down))
     assert frames_of(arrived) == [b"left", b""]
     assert isinstance(down, Down)
@@ -504,7 +504,7 @@ def test_a_thread_that_wants_the_turn_ends_the_wait_of_the_one_that_has_it(pair:
         timer.join()
         turn.begin()  # It is forgotten: the next wait takes its time.
         assert not one.opener.wait(0.02)
-        one.opener.give_back()
+        one.opener.give_back(("server-0",))
 
 
 def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]) -> None:
@@ -521,7 +521,7 @@ def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]
             one.opener.wait(DEADLINE_S)
             one.acceptor.poll(0)
         [[head, body, payload]] = one.opener.inbox("server-0") or []
-        one.opener.give_back(drops=True)
+        one.opener.give_back(("server-0",), drops=True)
     assert (head, bytes(body), bytes(into)) == (b"head", b"", data)
     assert payload is view
 

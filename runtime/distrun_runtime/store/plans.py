@@ -1,0 +1,182 @@
+"""Plans of data calls: what a call over the same keys needs at every step, worked out once.
+
+Training calls with the same keys, shapes and dtypes in every step. A plan holds the heads of such a call's messages,
+encoded. A steady call checks that the arrays are alike, writes rounds into the heads, copies, and sends and receives
+in the calling thread (`NodeSession.exchange`).
+
+What is not steady takes the path without a plan (`store.dist`), which says the same by the same bytes: rows, encoded
+values, GPUs, several values of a key, relays, groups, asynchronous stores, calls that do not wait, or follow others
+that were not answered yet.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
+from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.routing import Portion, Route, step_of
+from distrun_runtime.ps.session import PlannedSend
+from distrun_runtime.store.base import Selection
+from distrun_runtime.store.keys import Key
+
+PLANNED_BYTES = 16 * 1024 * 1024
+"""Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
+STAGED_BYTES = 32 * 1024
+"""Messages of fewer bytes do not go by shared memory: a reference costs as much as the copies."""
+PLANS = 1024
+"""So many plans a store has: enough for push and pull of each of some hundred keys. One takes about as much memory as
+the list of its keys."""
+
+_STEP = struct.Struct("<I")
+_PAYLOAD_AT = HEAD_BYTES + ENTRY.fields["payload"][1]  # type: ignore[index]
+_PACKED = bytes([Payload.PACKED])
+
+Name = tuple[Kind, tuple[Key, ...], int, float]
+"""Kind, keys as they were given, priority, scale."""
+
+
+class PlannedMessage:
+    """One message of a planned call."""
+
+    def __init__(self, portion: Portion, head: bytes, has_answer: bool) -> None:
+        self.portion = portion
+        self.size_bytes = portion.size * portion.dtype.itemsize
+        self._bucket = portion.bucket
+        self._has_answer = has_answer
+        self.into: memoryview | None = None
+        """Where a large answer is received, if it comes as bytes: memory that is there already."""
+        self.head = bytearray(head)
+        self.renew()
+
+    def renew(self) -> None:
+        """Write no memory any more that may still be in use."""
+        self.into = None
+        self.head = bytearray(self.head)
+        self._rounds = np.frombuffer(self.head, ENTRY, offset=HEAD_BYTES)["round"] if not self._bucket else None
+
+    def is_at(self, rounds: Array) -> bool:
+        """Write the rounds of the call's keys into the head; tell whether its server understands it."""
+        if self._bucket != self.portion.bucket:
+            return False
+        if self._rounds is not None:
+            self._rounds[...] = rounds[self.portion.items]
+            return True
+        step = step_of(self.portion, rounds)
+        if step >= 0:
+            _STEP.pack_into(self.head, STEP_AT, step)
+        return step >= 0
+
+    def send(self, text: bytes, payloads: Sequence[Buffer], is_staged: bool) -> PlannedSend:
+        """Return the message to be sent; `is_staged`: its answer is in memory that is shared."""
+        if self._has_answer and self.into is None and self.size_bytes >= STAGED_BYTES and not is_staged:
+            self.into = memoryview(bytearray(self.size_bytes))
+        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into)
+
+    def is_answered(self, frames: Sequence[Buffer]) -> bool:
+        """Whether an answer has the values and says nothing else."""
+        if len(frames[1]) or bytes(frames[0][_PAYLOAD_AT :: ENTRY.itemsize]).strip(_PACKED):
+            return False
+        return size_of(frames[2:]) == self.size_bytes
+
+
+@dataclass(eq=False)
+class CallPlan:
+    """What a call needs at every step."""
+
+    name: Name
+    keys: Selection
+    route: Route
+    messages: list[PlannedMessage]
+    text: bytes
+    """The body of all messages."""
+
+    @property
+    def what(self) -> str:
+        """The call, for people."""
+        return f"{self.name[0].name.lower()} of {self.keys.named}"
+
+    def fits(self, kind: Kind, values: Any, outs: Any) -> bool:
+        """Whether arrays, as they were given for the keys, are as the plan has them.
+
+        Raises:
+            KVError: outputs of two keys share memory.
+        """
+        if kind is not Kind.PULL and not self._are_alike(values):
+            return False
+        if kind is Kind.PUSH:
+            return True
+        return (
+            ((kind is Kind.PUSHPULL and outs is values) or self._are_alike(outs))
+            and self.keys.takes(outs)
+            and all(outs[item].flags.c_contiguous for item in self.route.runs)
+        )
+
+    def _are_alike(self, arrays: Any) -> bool:
+        return (type(arrays) is tuple or type(arrays) is list) and self.keys.fits(arrays)
+
+    def renew(self) -> None:
+        """Write no memory any more that may still be in use."""
+        for each in self.messages:
+            each.renew()
+
+    def take(self, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> bool:
+        """Write what came to outputs; return False if there is more in the answers, and write nothing."""
+        pairs = list(zip(self.messages, answers, strict=True))
+        if not all(each.is_answered(frames) for each, frames in pairs):
+            return False
+        for each, frames in pairs:
+            each.portion.scatter(frames[2:], outs)
+        return True
+
+
+@dataclass(eq=False)
+class PlannedCall:
+    """A call that is made by a plan."""
+
+    plan: CallPlan
+    rounds: Array
+    """Of each key."""
+    sends: list[PlannedSend]
+    requests: list[Request] = field(default_factory=list)
+    """What it has become, if it has."""
+    ahead: object = None
+    """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""
+
+
+class CallPlans(OrderedDict[Name, CallPlan]):
+    """The plans of one store, by name: the most recently used `PLANS`. Not thread-safe."""
+
+    def find(self, kind: Kind, key: Any, priority: object, scale: object) -> CallPlan | None:
+        """Return the plan of a call, by its arguments as they were given; None: it has none."""
+        if type(key) is str or type(key) is int:
+            names: tuple[Any, ...] = (key,)
+        elif type(key) is list or type(key) is tuple:
+            names = tuple(key)
+        else:
+            return None
+        try:
+            found = self.get((kind, names, priority, scale))  # type: ignore[arg-type]
+        except TypeError:  # Something that is no key or number.
+            return None
+        if found is None or type(priority) is not int:
+            return None
+        # Equal keys may be of other types: True, numpy's integers.
+        if type(found.name[1][0]) is int and set(map(type, names)) != {int}:
+            return None
+        self.move_to_end(found.name)
+        return found
+
+    def keep(self, plan: CallPlan) -> None:
+        """Take in a plan."""
+        self[plan.name] = plan
+        if len(self) > PLANS:
+            self.popitem(last=False)
