@@ -193,7 +193,7 @@ class Card:
         self._torch = torch
         self._runtime = cupy.cuda.runtime
         self.l2 = int(self._runtime.getDeviceProperties(device.physical)["l2CacheSize"])
-        self.stream = int(device._work.stream.handle)
+        self.stream = int(device.work.stream.handle)
         self._plug = self._runtime.malloc(PLUG_BYTES)
         self._fill_plugs(self.stream, WARM_UP)
         filling = [self._timed(self.stream, lambda: self._fill_plugs(self.stream, 5))[0] / 5 for _ in range(3)]

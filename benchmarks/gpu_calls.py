@@ -72,24 +72,30 @@ class CountingDriver:
         return counted
 
     def count(self) -> int:
-        return 1
+        """Return the number of GPUs."""
+        return 2
 
     def properties(self, device: int) -> Properties:
+        """Return what the GPU is."""
         return Properties("Counting", f"{device:032x}", 1 << 36, "sm_00", 100, "0000:00:00")
 
     def memory(self, device: int) -> tuple[int, int]:
+        """Return free bytes, and all."""
         return 1 << 36, 1 << 36
 
     def alloc(self, device: int, nbytes: int) -> int:
+        """Return an address that was never used."""
         self.calls["alloc"] += 1
         self.allocated += nbytes
         self._next += nbytes + 512 & ~511
         return self._next - (nbytes + 512 & ~511)
 
     def load(self, program: Any, device: int) -> dict[str, object]:
+        """Return functions that cannot be called."""
         return dict.fromkeys(each.name for each in program.kernels)
 
     def query(self, event: Any) -> bool:
+        """Return that all is over."""
         self.calls["query"] += 1
         return True
 
@@ -98,7 +104,7 @@ class CountingDriver:
 
 
 class Tensor(int):
-    """torch.Tensor, float32 on `cuda:0`; the number is its address.
+    """torch.Tensor, float32 on `cuda:1`; the number is its address.
 
     What a store reads of each tensor is done in C, as in torch, and costs about as much: the plain loop takes 0.1 us a
     tensor here, and with torch 2.13 as well.
@@ -118,9 +124,13 @@ class Tensor(int):
     is_quantized: bool
     shape = property(operator.attrgetter("_shape"))
     data_ptr = int.conjugate
-    is_contiguous = int.__bool__
-    get_device: Any = int  # called without anything it returns 0
-    is_neg = is_conj = bool  # likewise: False
+    is_contiguous = get_device = int.__bool__  # True, and 1
+
+    def is_neg(self) -> bool:
+        """Return that the memory has the numbers."""
+        return False
+
+    is_conj = is_neg
 
     def detach(self) -> Tensor:
         """Return the tensor itself."""
@@ -132,7 +142,7 @@ class Tensor(int):
 
 
 Tensor.__module__ = "torch"
-PLACE = SimpleNamespace(type="cuda", index=0)
+PLACE = SimpleNamespace(type="cuda", index=1)
 
 
 def fake_torch() -> ModuleType:
@@ -143,7 +153,7 @@ def fake_torch() -> ModuleType:
     stream = SimpleNamespace(cuda_stream=7)
     torch.cuda = SimpleNamespace(
         is_initialized=lambda: True,
-        current_device=lambda: 0,
+        current_device=lambda: 1,
         current_stream=lambda _: stream,
         device=lambda _: nullcontext(),
         is_current_stream_capturing=lambda: False,
@@ -153,7 +163,7 @@ def fake_torch() -> ModuleType:
 
 @contextmanager
 def machine() -> Iterator[CountingDriver]:
-    """Let this process have one GPU of the counting driver, and torch's tensors on it."""
+    """Let this process have GPUs of the counting driver, and torch's tensors on one of them."""
     driver = CountingDriver()
     cuda = Cuda(driver)  # type: ignore[arg-type]
     before = sys.modules.get("torch"), list(cupy_driver._opened), list(devices._gpus)

@@ -106,6 +106,9 @@ class Device(Protocol):
             out: may be one of the parts. 16-bit floats are added in float32, and the sum rounded once.
         """
 
+    def sums(self, items: Iterable[tuple[Sequence[DeviceArray], DeviceArray]]) -> None:
+        """Write several sums, as `sum` does each: on a GPU by as few kernels as they allow."""
+
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size): with one, or on several threads where that pays."""
 
@@ -255,6 +258,11 @@ class CpuDevice:
         if len(parts) == 1 and parts[0] is out:
             return
         self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+
+    def sums(self, items: Iterable[tuple[Sequence[Array], Array]]) -> None:
+        """Write several sums."""
+        for parts, out in items:
+            self.sum(parts, out)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), on several threads if there are enough elements."""

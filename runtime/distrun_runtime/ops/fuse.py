@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Dict, List, Tuple, cast
+from typing import Any, Dict, List, Tuple, cast
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class FusedStep:
     """Its arrays are named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need are missing.
     Its scalars follow them."""
     listed: Kernel
-    """The same for a list of weights: `GpuDevice.launch_list` takes it."""
+    """The same for a list of weights: `gpu.ListLaunch` takes it."""
     scalars: tuple[np.generic, ...]
     """In the order of the kernels' parameters, each of its parameter's type."""
 
@@ -113,6 +113,18 @@ def why_not(rule: Rule) -> str:
     return ""
 
 
+class _WatchedRates:
+    """Rates that say whether the number of updates was asked for."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self.reads_updates = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.reads_updates |= name == "updates"
+        return getattr(self._rates, name)
+
+
 class Fused:
     """The kernels of a rule for weights of one dtype. Threads may share it."""
 
@@ -147,6 +159,8 @@ class Fused:
         self._codes: Dict[Tuple[Tuple[Node, ...], Outputs], _Code] = {}
         self._programs: Dict[str, Program] = {}
         self._recent: Dict[Tuple[float, float, float, int], FusedStep] = {}
+        self._counts = False
+        """Whether a step depends on the number of updates."""
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
@@ -160,7 +174,7 @@ class Fused:
         """Return what to launch for a step with these numbers.
 
         Takes about 0.1 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
-        before, as there is for all keys of a round but the first.
+        before, as there is for all keys of a round but the first, and with most rules for all of later rounds.
 
         Its program is `program`, except where the step has a structure that was not to be expected.
 
@@ -170,7 +184,7 @@ class Fused:
         Raises:
             Untraceable: the rule does in this step what cannot be recorded.
         """
-        numbers = (rates.learning_rate, rates.wd, rates.base_rate, rates.updates)
+        numbers = (rates.learning_rate, rates.wd, rates.base_rate, rates.updates if self._counts else 0)
         recent = self._recent.get(numbers)
         if recent is not None:
             return recent
@@ -202,7 +216,9 @@ class Fused:
         gradient.is_fixed = True
         try:
             with np.errstate(all="ignore"):  # as `Rule.step`, for calculations with numpy's scalars
-                self.rule.update(cast(Array, work), cast(Array, gradient), state, rates)
+                watched = _WatchedRates(rates)
+                self.rule.update(cast(Array, work), cast(Array, gradient), state, cast(Rates, watched))
+                self._counts |= watched.reads_updates
                 outputs = self._outputs(dict(state), before, work)
                 key = (tuple(trace.nodes), outputs)
                 code = self._codes.get(key)

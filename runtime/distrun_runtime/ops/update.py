@@ -22,7 +22,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu import GpuDevice, TensorColumn
     from distrun_runtime.arrays.gpu_programs import Program
     from distrun_runtime.ops.fuse import Fused, FusedStep
 
@@ -227,70 +227,103 @@ def _program(rule: Rule, dtype: DType) -> Program:
     return together(f"{rule.name}_{name_of(dtype)}", [_fused(rule, dtype, each) for each in parts])
 
 
-class _Ready(NamedTuple):
-    """A step on a GPU that is checked and can be launched."""
+class _SameStep(NamedTuple):
+    """Weights on one GPU that take the same step as long as they have equally many updates."""
 
-    item: WeightStep
-    arrays: Dict[str, Any]
-    """By their names in the kernel."""
-    step: FusedStep
-    updates: int
-    """Those of the state, with this one."""
+    device: GpuDevice
+    fused: Fused
+    knobs: Knobs
+    states: List[State]
+    sizes: List[int]
+    arrays: Dict[str, List[TensorColumn]]
+    """For each array of the kernel one column a weight; what the kernel does with them is not said."""
 
 
-def _ready(rule: Rule, item: WeightStep) -> _Ready:
-    """Return what to launch for a step; arrays of any shape, all on the weight's device."""
-    from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
+class GpuSteps:
+    """Steps of different weights on GPUs, which can be made again and again.
 
-    weight, state = item.weight, item.state
-    device: GpuDevice = weight.device
-    arrays: Dict[str, Any] = {WEIGHT: weight}
-    arrays.update((PART % number, part) for number, part in enumerate(item.parts))
-    arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
-    for name, array in arrays.items():
-        if is_on_host(array) or array.device is not device or array.size != weight.size:
-            found = "an array of numpy's" if is_on_host(array) else repr(array)
-            raise KVError(
-                f"rule {rule.name!r}: expected {name} with {weight.size} elements on {device.name}, found {found}"
-            )
-    counted: State = {"updates": state.get("updates", 0)}
-    fused = _fused(rule, weight.dtype, tuple(part.dtype for part in item.parts))
-    made = fused.step(rule.rates(counted, item.knobs))
-    return _Ready(item, arrays, made, cast(int, counted["updates"]))
+    Those of one structure with equal numbers are made by one kernel.
+
+    Arguments:
+        items: all on one device each.
+        given: in place of the items' parts: those of all items, in the weights' dtypes.
+
+    Raises:
+        KVError: an array is not where its weight is, or of another size.
+    """
+
+    def __init__(self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = ()) -> None:
+        from distrun_runtime.arrays.cuda import Read
+        from distrun_runtime.arrays.gpu import TensorColumn
+        from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
+
+        self._rule = rule
+        self._alike: Dict[Tuple[object, ...], _SameStep] = {}
+        self._launches: Dict[object, Callable[..., None]] = {}
+        for number, item in enumerate(items):
+            weight, state = item.weight, item.state
+            arrays: Dict[str, Any] = {WEIGHT: weight}
+            arrays.update((PART % at, part) for at, part in enumerate(item.parts))
+            arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
+            for name, array in arrays.items():
+                if is_on_host(array) or array.device is not weight.device or array.size != weight.size:
+                    found = "an array of numpy's" if is_on_host(array) else repr(array)
+                    where = f"{name} with {weight.size} elements on {weight.device.name}"
+                    raise KVError(f"rule {rule.name!r}: expected {where}, found {found}")
+            parts = tuple(part.dtype for part in item.parts) or (weight.dtype,) * len(given)
+            knobs = item.knobs
+            key = (weight.device, weight.dtype, parts, state.get("updates", 0), knobs.lr_mult, knobs.wd_mult)
+            alike = self._alike.get(key)
+            if alike is None:
+                fused = _fused(rule, weight.dtype, parts)
+                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, [], [], {})
+            alike.states.append(state)
+            alike.sizes.append(weight.size)
+            columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
+            columns.update((PART % at, each.some([number])) for at, each in enumerate(given))
+            for name, column in columns.items():
+                alike.arrays.setdefault(name, []).append(column)
+
+    def make(self) -> None:
+        """Make one step of each weight.
+
+        If that raises, some weights may be updated; the `updates` of their states say which.
+        """
+        same: Dict[Tuple[object, ...], List[Tuple[_SameStep, FusedStep, int]]] = {}
+        for alike in self._alike.values():
+            counted: State = {"updates": alike.states[0].get("updates", 0)}
+            made = alike.fused.step(self._rule.rates(counted, alike.knobs))
+            numbers = [scalar.tobytes() for scalar in made.scalars]
+            updates = cast(int, counted["updates"])
+            same.setdefault((alike.device, made.kernel.name, *numbers), []).append((alike, made, updates))
+        for some in same.values():
+            made, key = some[0][1], (some[0][1].kernel.name, tuple(id(alike) for alike, _, _ in some))
+            launch = self._launches.get(key)
+            if launch is None:
+                launch = self._launches[key] = _launch_of(made, [alike for alike, _, _ in some])
+            launch(made.scalars)
+            for alike, _, updates in some:
+                for state in alike.states:
+                    state["updates"] = updates
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
-    """Make steps of different weights. Those of one structure with equal numbers are made by one kernel."""
-    alike: Dict[Tuple[object, ...], List[_Ready]] = {}
-    for each in [_ready(rule, item) for item in items]:
-        numbers = tuple(scalar.tobytes() for scalar in each.step.scalars)
-        alike.setdefault((each.item.weight.device, each.step.kernel.name, *numbers), []).append(each)
-    for same in alike.values():
-        _launch(same)
-        for each in same:
-            each.item.state["updates"] = each.updates
+    GpuSteps(rule, items).make()
 
 
-def _launch(same: Sequence[_Ready]) -> None:
+def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:
+    """Return what launches the kernel of a step for weights that take it, with its scalars."""
+    from distrun_runtime.arrays.gpu import ListLaunch, TensorColumn
     from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
-    made, weight = same[0].step, same[0].item.weight
-    device: GpuDevice = weight.device
-    used = [each for each in made.kernel.parameters if each.access is not Access.SCALAR]
-    if len(same) > 1:
-        columns = [(USES[each.access], [one.arrays[each.name] for one in same]) for each in used]
-        device.launch_list(made.program, made.listed.name, columns, made.scalars)
-    elif weight.size:
-        arrays = same[0].arrays
-        device.launch(
-            made.program,
-            made.kernel.name,
-            made.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
-            weight.size,
-            reads=[arrays[each.name] for each in used if each.access is Access.READ],
-            writes=[arrays[each.name] for each in used if each.access is not Access.READ],
-        )
+    device, sizes = some[0].device, [size for alike in some for size in alike.sizes]
+    columns = [
+        TensorColumn.joined(USES[each.access], [one for alike in some for one in alike.arrays[each.name]])
+        for each in made.kernel.parameters
+        if each.access is not Access.SCALAR
+    ]
+    return ListLaunch(device, made.program, made.listed.name, columns, sizes, alone=made.kernel.name).run
 
 
 def _chunks(

@@ -149,17 +149,26 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
             for shard, _, [piece] in values.apart(given.shards, run, [part]):
                 _sum_of(values, of, shard).add(Dense(widened(piece), False))
     elif first > 0 and of.held[first].is_like(given):
-        sums = values.sums(of, code)
-        for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
-            values.device.sum([one, other], sums.view(run.begin, run.end))
+        _sum_runs(values, of, code, given.runs, (of.held[first].parts, given.parts))
         of.where[given.shards] = SUM_IN_ARENA
         del of.held[first]
     else:
         fold(values, of, code, first)
         sums = values.sums(of, code)
-        for run, part in zip(given.runs, given.parts, strict=True):
-            there = sums.view(run.begin, run.end)
-            values.device.sum([there, part], there)
+        there = [sums.view(run.begin, run.end) for run in given.runs]
+        _sum_runs(values, of, code, given.runs, (there, given.parts))
+
+
+def _sum_runs(
+    values: Values, of: Round, code: int, found: Sequence[Run], parts: Sequence[Sequence[DeviceArray]]
+) -> None:
+    """Write the sums of parts to the sums of a round: those of all runs at once.
+
+    Arguments:
+        parts: of the first contribution for each run its elements, then of the next one.
+    """
+    sums = values.sums(of, code)
+    values.device.sums([(some, sums.view(run.begin, run.end)) for run, *some in zip(found, *parts, strict=True)])
 
 
 def _add_encoded(values: Values, of: Round, batch: role.Batch) -> bool:
@@ -212,9 +221,7 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
     given = of.held.pop(number, None)
     if given is None:
         return
-    sums = values.sums(of, code)
-    for run, part in zip(given.runs, given.parts, strict=True):
-        values.device.sum([part], sums.view(run.begin, run.end))
+    _sum_runs(values, of, code, given.runs, (given.parts,))
     shards = given.shards
     of.where[shards[of.where[shards] == number]] = SUM_IN_ARENA
 
@@ -371,10 +378,11 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     steps: list[tuple[Array, update.WeightStep]] = []
+    sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
         target = arena.view(piece.begin, piece.end, side)
         if values.rule is None:
-            values.device.sum(addends, target)
+            sums.append((addends, target))
             values.side[here] = side
             continue
         present = int(values.side[here[0]])
@@ -385,6 +393,8 @@ def _update(
         if values.is_on_host:  # while they are in the processor's cache
             _step_all(values, steps)
             steps = []
+    if sums:
+        values.device.sums(sums)
     _step_all(values, steps)
 
 

@@ -449,7 +449,7 @@ def test_sums_of_many_or_mixed_parts_upload_their_tables_once() -> None:
 
 @pytest.mark.parametrize("limit", ["LISTS", "LISTED_ADDRESSES"])
 def test_tables_that_were_used_longest_ago_are_dropped(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, limit, {"LISTS": 2, "LISTED_ADDRESSES": 4}[limit])
+    monkeypatch.setattr(gpu, limit, {"LISTS": 2, "LISTED_ADDRESSES": 8}[limit])
     machine = Machine()
     device = machine.gpus.get(0)
     arrays = [device.put(values((10,), F32, seed)) for seed in range(6)]

@@ -102,8 +102,8 @@ def check_sum(
     out = Out(result, n, offsets[-1])
     run = cxx.compiled(gpu_programs.sums(*pair))
     if tabled or k > FEW:
-        addresses = table(parts)
-        run("sum_many", [address(addresses), address(out.array), np.int64(k)], n)
+        addresses, offsets_of = table([*parts, out.array]), np.array([0, n], np.int64)
+        run("sum_lists_many", [address(addresses), address(offsets_of), *map(np.int64, (k, 1, 1))], n)
     else:
         run(gpu_programs.sum_of(k), [*map(address, parts), address(out.array)], n)
     out.check()
@@ -179,27 +179,25 @@ LISTS = [[7], [0, 1, 0, 0, 3, 0], [64, 1, 4096, 5000, 0, 12, 3], [1] * 50, [4096
 
 
 @pytest.mark.parametrize(("parts", "out"), PAIRS)
-def test_lists_of_tensors_are_summed_into_a_bucket_and_a_bucket_is_written_into_tensors(parts: str, out: str) -> None:
+def test_lists_of_tensors_are_summed_and_each_sum_goes_to_all_its_outs(parts: str, out: str) -> None:
     run = cxx.compiled(gpu_programs.sums(parts, out))
     for case, lengths in enumerate(LISTS):
-        k = (1, 3, FEW + 2, 2, FEW)[case]
+        k, outs = (1, 3, FEW + 2, 2, FEW)[case], (1, 2, 1, 3, 2)[case]
         n, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         given = [
             [placed(numbers(dtype_of(parts), size, p), (p + t) % 3) for t, size in enumerate(lengths)] for p in range(k)
         ]
-        bucket, addresses = Out(dtype_of(out), n, case), table([tensor for part in given for tensor in part])
-        numbers_of = [np.int64(k)] if k > FEW else []
-        arguments = [address(addresses), address(offsets), address(bucket.array), *numbers_of, np.int64(len(lengths))]
-        run(gpu_programs.gather_of(k), arguments, n)
-        bucket.check()
-        assert_same(bucket.array, by_numpy([np.concatenate(part) for part in given], dtype_of(out)))
-        if parts == out:
-            tensors = [Out(dtype_of(out), size, t % 3) for t, size in enumerate(lengths)]
-            addresses = table([tensor.array for tensor in tensors])
-            run("scatter", [address(bucket.array), address(offsets), address(addresses), np.int64(len(lengths))], n)
-            for tensor in tensors:
-                tensor.check()
-            assert_same(np.concatenate([tensor.array for tensor in tensors]), bucket.array)
+        taken = [[Out(dtype_of(out), size, (t + o) % 3) for t, size in enumerate(lengths)] for o in range(outs)]
+        addresses = table(
+            [*(tensor for part in given for tensor in part), *(each.array for some in taken for each in some)]
+        )
+        numbers_of = [np.int64(each) for each in (*([k] if k > FEW else []), outs, len(lengths))]
+        run(gpu_programs.sum_lists_of(k), [address(addresses), address(offsets), *numbers_of], n)
+        for some in taken:
+            for each in some:
+                each.check()
+            expected = by_numpy([np.concatenate(part) for part in given], dtype_of(out))
+            assert_same(np.concatenate([each.array for each in some]), expected)
 
 
 @pytest.mark.parametrize(("kind", "other"), [pair for pair in PAIRS if pair.values[0] == pair.values[1]])
