@@ -360,13 +360,13 @@ SIXTEEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(("count", "scale"), [(2, 1.0), (1, 0.3)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("what", SIXTEEN)
 def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
-    what: str, dtype: str, scale: float
+    what: str, dtype: str, count: int, scale: float
 ) -> None:
-    """Sum, scale and rule are float32 until the weight is written. The values are of two devices, or of two workers."""
+    """Sum, scale and rule are float32 until the weight is written. `count` workers, or devices."""
     kind = dtypes.parse(dtype)
     random = np.random.default_rng(11)
     first = dtypes.narrow(random.normal(size=1000).astype(np.float32), kind)
@@ -388,11 +388,11 @@ def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
         kv.pull(["w", "v", "e"], outs)
         return [out.tobytes() for out in outs]
 
-    with Cluster(2, 1, over="inproc", imports=(HERE, "rules_of_users")) as job:
+    with Cluster(count, 1, over="inproc", imports=(HERE, "rules_of_users")) as job:
         expected = job.run(lambda kv: train(kv, [kv.rank]))[0]
     for type_name in ("local", "device"):
         with kvstore.create(type_name) as kv:
-            assert train(kv, [0, 1]) == expected, type_name
+            assert train(kv, [*range(count)]) == expected, type_name
 
 
 def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
