@@ -162,6 +162,9 @@ def step(
         _steps_on_gpu(rule, [WeightStep(weight, parts, state, knobs)])
         return
     _keep_memory()
+    if len(weight) <= CHUNK and len(parts) == 1:
+        rule.step(weight, parts[0], state, knobs)
+        return
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     begun = {name: value for name, value in state.items() if name not in arrays}
 

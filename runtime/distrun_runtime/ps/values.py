@@ -146,10 +146,14 @@ class Values:
     """The arrays of one store, all on one device.
 
     On a GPU, weights are dense and are updated by kernels: rules that cannot be fused and rows are refused there.
+
+    Arguments:
+        is_sent: values are sent to other processes, which may map large ones.
     """
 
-    def __init__(self, store: Store, device: Device) -> None:
+    def __init__(self, store: Store, device: Device, *, is_sent: bool = True) -> None:
         self.store = store
+        self._is_sent = is_sent
         self.host = device
         """Has the answers of a store that is on a GPU."""
         self.device = device
@@ -270,13 +274,13 @@ class Values:
                 each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
         arena = self.arenas.get(code)
         if arena is None:
-            arena = self.arenas[code] = Arena(self.device, DTYPES[code], is_sent=True)
+            arena = self.arenas[code] = Arena(self.device, DTYPES[code], is_sent=self._is_sent)
             while arena.sides < len(self.lent):
                 arena.add_side()
         lengths = self.store.length[shards]
         # What may be one of several pieces of a value.
         is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
-        self.at[shards] = arena.reserve(lengths, is_large)
+        self.at[shards] = arena.reserve(lengths, is_large & self._is_sent)
 
     def extent(self) -> Extent:
         """Return what `take_back` takes."""
@@ -543,7 +547,7 @@ class Values:
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         self._refuse(self.device, rule, np.arange(self.store.count))
-        if rule is not None and self.rule is not None and self._keeps_state(rule):
+        if rule is not None and self.rule is not None and self.keeps_state(rule):
             self.rule, self.spec, self.knobs = rule, spec, {}
             return
         carried: dict[int, dict[str, Any]] = {}
@@ -560,7 +564,7 @@ class Values:
         for shard, state in carried.items():
             self.set_state(shard, state)
 
-    def _keeps_state(self, rule: rules.Rule) -> bool:
+    def keeps_state(self, rule: rules.Rule) -> bool:
         """Whether a rule has the same state as the present one, all of it flat."""
         assert self.rule is not None
         if rule.name != self.rule.name or self.state or self.store.row_size[: self.store.count].any():

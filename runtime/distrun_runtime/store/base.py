@@ -150,11 +150,12 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "pulled_next", "records", "size_bytes")
+    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "size_bytes")
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
-        self.named = named(record.key for record in self.records)
+        self.keys = [record.key for record in self.records]
+        self.named = named(self.keys)
         """The keys, for people."""
         self.size_bytes = sum(record.size * record.dtype.itemsize for record in self.records)
         """Of all values."""

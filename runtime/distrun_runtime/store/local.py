@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
@@ -17,46 +18,34 @@ from distrun_runtime.ps import trace
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, named
+from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, reducer_for
 from distrun_runtime.store.values import RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
-if TYPE_CHECKING:  # Most processes use no GPU.
-    pass
-
 
 class LocalBackend(StoreBackend):
     """The store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
 
-    Every call is over when it returns, also with wait=False. An updater or rule that fails leaves the keys of the call
-    before its own updated, its own as far as it came.
+    Every call is over when it returns, also with wait=False. An updater or a rule of the user's that fails leaves the
+    keys of the call before its own updated, its own as far as it came.
     """
 
     is_shared = False
+    rank = 0
+    num_workers = 1
 
     def __init__(self, type_name: str = "local") -> None:
         self.lifetime = Lifetime(type_name)
         self.reducer = reducer_for(type_name)
-        self._records: dict[Key, KeyRecord] = {}
         self._lock = threading.RLock()  # an updater may pull other keys
-        self._weights = Weights()
+        self._weights = Weights(self.reducer.host)
         if isinstance(self.reducer, DeviceReducer):
             self.reducer.prepares.append(self._weights.prepare)
         self._counters = Counters()
-        self._pushes: dict[Key, int] = {}
+        self._pushes: Counter[Key] = Counter()
         self._recorder = trace.Recorder()
-
-    @property
-    def rank(self) -> int:
-        """0: the only worker."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """1: a local store is not shared."""
-        return 1
 
     # Data
 
@@ -72,15 +61,13 @@ class LocalBackend(StoreBackend):
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
-            self._weights.check((key, value.dtype) for key, value in items)
-            first = len(self._weights.values)
-            for key, value in items:
-                self._weights.add(key, value)
+            first = len(self._weights.places)
             records = [
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
-            self._records.update((record.key, record) for record in records)
+            self._weights.check(records)
+            self._weights.add([(record, value) for record, (_, value) in zip(records, items, strict=True)])
             return records
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
@@ -89,19 +76,19 @@ class LocalBackend(StoreBackend):
                 self._weights.assign(record.key, value)
 
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
-        return self._made("push", keys.records, lambda: self._update(keys, values, call.scale))
+        return self._made("push", keys, lambda: self._update(keys, values, call.scale))
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
-        return self._made("pull", keys.records, lambda: self._write(keys, outs))
+        return self._made("pull", keys, lambda: self._write(keys, outs))
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = self._weights.on_host(record.key)[rows]
+                found = devices.on_host(self._weights.places[record.key].array)[rows]
                 self._counters.bytes_out += found.nbytes
                 take(found)
 
-        return self._made("row_sparse_pull", [record for record, _, _ in items], work)
+        return self._made("row_sparse_pull", Selection(record for record, _, _ in items), work)
 
     def pushpull(
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
@@ -110,14 +97,13 @@ class LocalBackend(StoreBackend):
             self._update(keys, values, call.scale)
             self._write(keys, outs)
 
-        return self._made("pushpull", keys.records, work)
+        return self._made("pushpull", keys, work)
 
-    def _made(self, call: str, records: Sequence[KeyRecord], work: Callable[[], None]) -> Pending:
+    def _made(self, call: str, keys: Selection, work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
-        keys = [record.key for record in records]
-        what = f"{call} of {named(keys)}"
+        what = f"{call} of {keys.named}"
         try:
-            with self._open(), self._recorder.span(call, "store", keys=keys):
+            with self._open(), self._recorder.span(call, "store", keys=keys.keys):
                 work()
         # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
@@ -132,17 +118,19 @@ class LocalBackend(StoreBackend):
             yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
-        for record, arrays in zip(keys.records, outs, strict=True):
-            value = self._weights.values[record.key]
+        places = self._weights.places
+        for key, arrays in zip(keys.keys, outs, strict=True):
+            value = places[key].array
             for out in arrays:
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
-        for record, value in self._weights.update(zip(keys.records, values, strict=True), scale):
-            self._counters.bytes_in += value.values.nbytes if isinstance(value, RowSparse) else value.nbytes
-            self._counters.updates += 1
-            self._pushes[record.key] = self._pushes.get(record.key, 0) + 1
+        self._weights.update(keys, values, scale)
+        sizes = (value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
+        self._counters.bytes_in += sum(sizes) if keys.has_rows else keys.size_bytes
+        self._counters.updates += len(values)
+        self._pushes.update(keys.keys)
 
     # What a push does
 
@@ -188,20 +176,20 @@ class LocalBackend(StoreBackend):
         compressor = self._compressor()
         with self._open():
             residuals = compressor.residuals() if compressor else {}
-            saving.save_local(folder, self.type, self._records.values(), self._weights, residuals)
+            saving.save_local(folder, self.type, self._weights, residuals)
 
     def load(self, folder: str) -> None:
         from distrun_runtime.store import saving
 
         compressor = self._compressor()
         with self._open():
-            residuals = saving.load_local(folder, self._records.values(), self._weights)
+            residuals = saving.load_local(folder, self._weights)
             if compressor is not None:
                 compressor.restore(residuals)
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
-            keys = len(self._records)
+            keys = len(self._weights.places)
             rounds = max(self._pushes.values(), default=0)
             facts = {"server": self.type, "host": platform.node(), "keys": keys, "pieces": keys, "rounds": rounds}
             return [{**facts, "queue": 0, **self._counters.to_json()}]

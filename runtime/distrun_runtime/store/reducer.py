@@ -1,8 +1,8 @@
 """The sum of a worker's device values of each key, made by the host's threads or on one of the devices.
 
-Both give the same sums: from the first device to the last, 16-bit floats in float32. Where a sum is made is decided
-by `place`. Values on GPUs are of these devices; values of the i-th place of a list that are in host memory are device
-`cpu:i`'s.
+Both give the same sums: from the first device to the last, 16-bit floats in float32. A sum for servers is rounded to
+the key's dtype, in which it is sent; a sum for this process stays float32. On which GPU a sum is made is decided by
+`place`.
 
     Reducer         sums in host memory; what is on GPUs is copied there before
     DeviceReducer   sums where the values are; a distributed store then gets the sums in host memory
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import Device, DeviceArray, Threads, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, name_of
+from distrun_runtime.arrays.device import DeviceArray, Threads, is_on_host
+from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.compress import Compressor
@@ -46,7 +46,7 @@ def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | 
     """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
     if not on_devices(type_name):
-        return Reducer(threads, memory)
+        return Reducer(threads, memory, is_shared=is_dist(type_name))
     return DeviceReducer(threads, memory, sender, is_shared=is_dist(type_name))
 
 
@@ -56,12 +56,17 @@ def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
 
 
 class Reducer:
-    """Sums by the host's threads. Threads: any may call."""
+    """Sums by the host's threads. Threads: any may call.
 
-    def __init__(self, threads: Threads, memory: Memory = np.empty) -> None:
-        self._threads = threads
+    Arguments:
+        is_shared: whether the sums are for servers.
+    """
+
+    def __init__(self, threads: Threads, memory: Memory = np.empty, *, is_shared: bool = True) -> None:
+        self.host = devices.get("cpu:0", threads)
+        """The device in host memory on which sums are made."""
         self._memory = memory
-        self._host = devices.get("cpu:0", threads)
+        self._is_shared = is_shared
 
     @property
     def seen(self) -> list[GpuDevice]:
@@ -87,7 +92,7 @@ class Reducer:
         """Return the sum of each key's values, which fit its record and are of its storage kind.
 
         A single value is returned as it is (a RowSparse: canonical; one on a GPU: in host memory); every other sum is
-        new.
+        new. In the key's dtype, or for this process in its work dtype.
 
         Raises:
             KVError: a value cannot be compressed, and nothing was changed; or a GPU has failed, and no weight was
@@ -106,12 +111,17 @@ class Reducer:
     def _sum(self, record: KeyRecord, values: Sequence[Value]) -> Value:
         rows = [value for value in values if isinstance(value, RowSparse)]
         if rows:
-            return RowSparse.total(rows)
-        arrays = [value for value in values if not isinstance(value, RowSparse)]
-        return arrays[0] if len(arrays) == 1 else self._total(record, arrays)
+            return RowSparse.total(rows, self._dtype(record))
+        if len(values) == 1:
+            return values[0]
+        total = np.empty(record.shape, self._dtype(record))
+        # Views of contiguous arrays, copies of others.
+        self.host.sum([cast(Array, value).reshape(-1) for value in values], total.reshape(-1))
+        return total
 
-    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        return self._host.host(self._host.total(arrays))
+    def _dtype(self, record: KeyRecord) -> DType:
+        """Return the dtype of a key's sums."""
+        return record.dtype if self._is_shared else work_dtype(record.dtype)
 
     def _on_host(self, values: Sequence[Value]) -> list[Value]:
         """Return values with copies in host memory of those that are on GPUs, which lie end to end by dtype."""
@@ -149,17 +159,16 @@ class DeviceReducer(Reducer):
         *,
         is_shared: bool = True,
     ) -> None:
-        super().__init__(threads, memory)
+        super().__init__(threads, memory, is_shared=is_shared)
         self._sender = sender
         self.compressor = None if is_shared else Compressor()
-        self.cpus, self.gpus = SumDevices(), SumDevices()
-        """Where sums are made of values in host memory, and of those that have some on GPUs."""
+        self.gpus = SumDevices()
+        """Where sums are made of values that are on GPUs."""
         self.prepares: list[Callable[[GpuDevice, DType], None]] = []
         """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
         for each in (sender, self.compressor):
             if each is not None:
                 self.prepares.append(each.prepare)
-        self._cpus: list[Device] = []
         self._dtypes: dict[DType, Key] = {}
         """Of all keys that are known; the first one of each."""
         self._ready: dict[GpuDevice, set[DType]] = {}
@@ -182,7 +191,7 @@ class DeviceReducer(Reducer):
         with self._lock:
             self._dtypes = {**_by_dtype(records), **self._dtypes}
             for record in records:
-                self.cpus.sizes[record.key] = self.gpus.sizes[record.key] = record.size
+                self.gpus.sizes[record.key] = record.size
 
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
@@ -241,15 +250,15 @@ class DeviceReducer(Reducer):
     def _sums(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sums. Those that one GPU makes of values of one dtype lie end to end, made by one kernel."""
         result: list[Value] = []
-        together: dict[tuple[GpuDevice, DType], list[int]] = {}
+        together: dict[tuple[GpuDevice, DType, DType], list[int]] = {}
         for number, (record, values) in enumerate(items):
             # A single value is copied only if it is to be sent.
             is_made = len(values) > 1 or self.compressor is None
             gpu = self._gpu(record, values) if is_made else None
             if gpu is not None and record.size:
-                together.setdefault((gpu, record.dtype), []).append(number)
+                together.setdefault((gpu, self._dtype(record), record.dtype), []).append(number)
             result.append(self._sum(record, values) if gpu is None else values[0])
-        for (gpu, dtype), numbers in together.items():
+        for (gpu, dtype, _), numbers in together.items():
             its = [items[number] for number in numbers]
             try:
                 bucket = gpu.empty((sum(record.size for record, _ in its),), dtype)
@@ -261,16 +270,6 @@ class DeviceReducer(Reducer):
                 result[number] = cast(Any, bucket[at : at + record.size].reshape(record.shape))
                 at += record.size
         return result
-
-    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        return self._cpu(record, len(arrays)).total(arrays)
-
-    def _cpu(self, record: KeyRecord, count: int) -> Device:
-        with self._lock:
-            while len(self._cpus) < count:
-                self._cpus.append(devices.get(f"cpu:{len(self._cpus)}", self._threads))
-            chosen: Device = self.cpus.device(record, self._cpus[:count])
-            return chosen
 
     def _gpu(self, record: KeyRecord, arrays: Sequence[Value]) -> GpuDevice | None:
         """Return where a key is summed that has values on GPUs; None: it has none there."""
@@ -296,7 +295,7 @@ class DeviceReducer(Reducer):
             ]
         for gpu, dtype in missing:
             try:
-                gpu.prepare([dtype])
+                gpu.prepare({dtype} if self._is_shared else {dtype, work_dtype(dtype)})
                 for prepare in self.prepares:
                     prepare(gpu, dtype)
             except KVError as err:
@@ -362,18 +361,26 @@ def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     return result
 
 
+def end_to_end(arrays: Iterable[DeviceArray]) -> list[tuple[int, GpuArray]]:
+    """Return arrays of GPUs as flat ones: those that follow each other in memory as one, and how many each of these is."""
+    found: list[tuple[int, GpuArray]] = []
+    for array in arrays:
+        count, last = found[-1] if found else (0, None)
+        if last is not None and array.memory is last.memory and array.begin == last.begin + last.nbytes:
+            found[-1] = (
+                count + 1,
+                type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype),
+            )
+        else:
+            found.append((1, array.reshape(-1)))
+    return found
+
+
 def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
     """Copy arrays of GPUs to host memory, one after the other; what lies end to end on its GPU, at once."""
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
-    runs: list[GpuArray] = []
-    for array in arrays:
-        flat, last = array.reshape(-1), runs[-1] if runs else None
-        if last is not None and flat.memory is last.memory and flat.begin == last.begin + last.nbytes:
-            runs[-1] = type(last)(last.device, last.memory, last.begin, (last.size + flat.size,), last.dtype)
-        else:
-            runs.append(flat)
     at = 0
-    for run in runs:
+    for _, run in end_to_end(arrays):
         pairs.setdefault(run.device, []).append((run, out[at : at + run.size]))
         at += run.size
     for gpu, its in pairs.items():

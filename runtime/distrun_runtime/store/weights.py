@@ -1,200 +1,272 @@
-"""Values of a store in this process, and one way to update them: the sum itself, a rule, or the user's function."""
+"""The values of a store in this process, on the server's arithmetic (`ps.values`, `ps.arithmetic`), by device.
+
+Each value is one shard. On every device that has some they lie in arenas, with the rule's states beside them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Tuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import DeviceArray
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
+from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import scaled
-from distrun_runtime.ops.update import (
-    WeightStep,
-    can_fuse,
-    new_state,
-    prepare,
-    state_on,
-    state_on_host,
-    step_all,
-    update,
-)
-from distrun_runtime.store.base import Updater
+from distrun_runtime.ops.update import can_fuse, new_state, prepare, update
+from distrun_runtime.protocol.message import DTYPE_CODES
+from distrun_runtime.ps import arithmetic, statefile
+from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.values import Values
+from distrun_runtime.store.base import Selection, Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
-from distrun_runtime.store.reducer import is_gpu_array
+from distrun_runtime.store.reducer import end_to_end, is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-Sum = Tuple[KeyRecord, Value]
-"""What a push brings of a key."""
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied from another GPU, before their keys are updated."""
+JOINED_ELEMENTS = 1 << 14
+"""Sums of fewer elements are copied together, for one step over all of them."""
+PLANS = 4096
+"""So many calls are kept that were planned."""
+CHUNK = 1 << 16
+"""So many elements are copied together: they are in the processor's cache when the step comes to them."""
+
+
+class Place(NamedTuple):
+    """Where the value of a key is."""
+
+    record: KeyRecord
+    number: int
+    """From 0, in the order of `init`."""
+    values: Values
+    shard: int
+    array: DeviceArray
+    """The value itself, in the user's shape."""
+
+
+class _Group(NamedTuple):
+    """Keys of a call that are updated together: of one dtype, on one device."""
+
+    values: Values
+    code: int
+    """Of the dtype, in messages."""
+    at: list[int]
+    """Their places in the call."""
+    shards: Array
+    joins: list[tuple[int, int]]
+    """First and last of those in the group whose sums are copied together; of keys in the host's memory."""
+    sizes: tuple[int, ...]
+    """Elements of each of these."""
+    updates: dict[tuple[int, int, tuple[int, ...]], arithmetic.FlatUpdate]
+    """For the first and last key, and the sizes of arrays that have their sums."""
+
+    def update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
+        """Update some of the keys by their sums, in arrays of these sizes."""
+        found = self.updates.get((first, last, sizes))
+        if found is None:
+            if len(self.updates) >= PLANS:
+                self.updates.clear()
+            found = arithmetic.FlatUpdate(self.values, self.code, self.shards[first:last], sizes)
+            self.updates[first, last, sizes] = found
+        found(sums)
+
+
+class _Plan(NamedTuple):
+    """How the keys of a call are updated."""
+
+    keys: Selection
+    alone: list[int]
+    """Places in the call of keys that go by themselves: rows, and rules that are not flat."""
+    groups: list[_Group]
 
 
 class Weights:
     """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
 
-    Values are kept in the user's shape. Rules see them flat (of row-sparse keys: as rows), as they do on a server.
-
     A value, and its state, is on a GPU from the first update by a sum that is on one. It comes back to host memory with
     the first update that a kernel cannot make: by a sum in host memory, by rows, by a function or a rule of the user's,
     or by a rule that needs more than the elements. The results are the same.
 
+    Arguments:
+        host: the device in host memory.
+
     Threads: one at a time, but for `prepare`.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[Key, DeviceArray] = {}
-        """Each C-contiguous and ours alone; numpy's, or on a GPU."""
-        self.states: dict[Key, rules.State] = {}
-        """What the rule remembers of a key, in flat arrays where its value is; of keys that it has updated."""
+    def __init__(self, host: Device) -> None:
+        self.places: dict[Key, Place] = {}
         self.spec: RuleSpec | None = None
+        """What updates the values: of a function of the user's, its name is `rules.UPDATER`."""
         self.rule: rules.Rule | None = None
-        self._updater: Updater | None = None
-        self._kernels: dict[GpuDevice, set[DType]] = {}
-        """GPUs that may update weights, and the dtypes of these: no push waits until a rule is compiled for them."""
+        self._host = host
+        self._values: dict[Device, Values] = {}
+        """Of devices that have values."""
+        self._plans: dict[int, _Plan] = {}
+        """By id of the keys; none when a value has moved, or the rule has changed."""
+        self._kernels: dict[tuple[GpuDevice, DType], None] = {}
+        """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
         """While kernels are compiled, so that a rule and a GPU that come at the same time find each other."""
 
     @property
     def has_updater(self) -> bool:
         """Whether a function of the user's updates the values."""
-        return self._updater is not None
+        return self.spec is not None and self.spec.name == rules.UPDATER
 
-    def on_host(self, key: Key) -> Array:
-        """Return a value in host memory: itself, or a copy if it is on a GPU."""
-        return devices.on_host(self.values[key])
+    # Values
 
-    def state_on_host(self, key: Key) -> rules.State | None:
-        """Return a value's state in host memory, likewise; None: it has none."""
-        state = self.states.get(key)
-        return state if state is None or devices.is_on_host(self.values[key]) else state_on_host(state)
-
-    def add(self, key: Key, value: Value) -> None:
-        """Keep a copy of a first value."""
-        self.values[key] = value.to_dense() if isinstance(value, RowSparse) else np.array(value, order="C", copy=True)
+    def add(self, items: Sequence[tuple[KeyRecord, Value]]) -> None:
+        """Keep copies of first values."""
+        for place, (_, value) in zip(self._enter(self._host, [record for record, _ in items]), items, strict=True):
+            copy(value.to_dense() if isinstance(value, RowSparse) else value, place.array)
+            self.places[place.record.key] = place
 
     def assign(self, key: Key, value: Array) -> None:
         """Overwrite a value; the rule's state goes on."""
-        if "master" in self.states.get(key, {}):
-            self._bring_back(key)
-        devices.copy(value, self.values[key])
-        if devices.is_on_host(self.values[key]):
-            rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
+        place = self.places[key]
+        copy(value, place.array)
+        place.values.renew_master(place.shard)
 
-    def update(self, sums: Iterable[Sum], scale: float = 1.0) -> Iterator[Sum]:
-        """Take in the sums of a push, times `scale`; they are only read. Yield each when that is done.
+    def _enter(self, device: Device, records: Sequence[KeyRecord]) -> list[Place]:
+        """Return places of keys on a device, next to each other and of undefined content if they are new there."""
+        values = self._values.get(device)
+        if values is None:
+            values = self._values[device] = Values(Store(0, 1), device, is_sent=False)
+            values.set_rule(self.rule, self.spec)
+        table, before = values.store, values.extent()
+        known = {record.key: place.number for record in records if (place := self.places.get(record.key))}
+        numbers = [known.get(record.key, len(self.places) + at) for at, record in enumerate(records)]
+        new = [(number, each) for number, each in zip(numbers, records, strict=True) if number not in table.by_key]
+        shards = table.add(
+            Shard(0, 0, each.size, number, DTYPE_CODES[each.dtype], each.row_size if each.is_sparse else 0)
+            for number, each in new
+        )
+        try:
+            table.names.update((number, each.key) for number, each in new)
+            for code, its, _ in values.codes(shards):
+                values.place(its, code)
+            return [
+                Place(record, number, values, shard, values.weight(shard).reshape(record.shape))
+                for record, number in zip(records, numbers, strict=True)
+                for shard in table.by_key[number]
+            ]
+        except BaseException:
+            values.take_back(before, shards)
+            table.take_back(shards)
+            raise
 
-        Those that a rule takes in on GPUs are taken in together, if they follow each other.
+    def _move(self, device: Device, records: Sequence[KeyRecord]) -> None:
+        """Let values and their states be on a device: all of them, or none if that fails."""
+        old = [self.places[record.key] for record in records]
+        try:
+            new = self._enter(device, records)
+            for there, here in zip(old, new, strict=True):
+                copy(there.array, here.array)
+                here.values.set_state(here.shard, there.values.state_of(there.shard))
+        except KVError as err:
+            raise KVError(f"{named(record.key for record in records)}: {err}") from err
+        self.places.update((place.record.key, place) for place in new)
+        for place in old:
+            place.values.set_state(place.shard, None)
+        used = {place.values.device for place in self.places.values()}
+        self._values = {device: values for device, values in self._values.items() if device in used}
+        self._plans = {}
+
+    # Updates
+
+    def update(self, keys: Selection, sums: Sequence[Value], scale: float = 1.0) -> None:
+        """Take in the sums of a push, times `scale`; they are only read.
 
         Raises:
-            KVError: a GPU has failed; names the key. Those that were yielded are taken in.
+            KVError: a GPU has failed; names keys. Of these, none was updated or some were.
         """
-        for is_on_gpu, some in itertools.groupby(sums, lambda each: self._gpu_for(*each) is not None):
-            if is_on_gpu:
-                yield from self._update_on_gpus(list(some), scale)
+        if set(map(type, sums)) != {np.ndarray} or self._values.keys() != {self._host}:
+            self._settle(keys, sums)
+        plan = self._plan(keys)
+        for at in plan.alone:
+            self._update_alone(self.places[keys.keys[at]], sums[at], scale)
+        for group in plan.groups:
+            given: Sequence[Any] = sums if len(group.at) == len(sums) else [sums[at] for at in group.at]
+            if not group.values.device.is_gpu:
+                if self.rule is not None:
+                    group.update(0, len(given), group.sizes, _joined(given, group.joins, scale))
+                    continue
+                for at, value in zip(group.at, given, strict=True):
+                    array = self.places[keys.keys[at]].array
+                    np.copyto(array, narrow(value if scale == 1 else scaled(widen(value), scale), array.dtype))
                 continue
-            for record, value in some:
-                try:
-                    self._bring_back(record.key)
-                    given = devices.on_host(value) if is_gpu_array(value) else value
-                except KVError as err:
-                    raise KVError(f"key {record.key!r}: {err}") from err
-                self._update_on_host(record, given, scale)
-                yield record, value
-
-    def _update_on_host(self, record: KeyRecord, value: Value, scale: float) -> None:
-        if scale != 1:
-            value = _scaled(value, scale)
-        stored = self.values[record.key]
-        if self._updater is not None:
-            _call(self._updater, record.key, value, stored)
-        elif self.rule is not None:
-            self._step(self.rule, record, value)
-        elif isinstance(value, RowSparse):
-            stored[...] = np.zeros((), stored.dtype)
-            stored[value.rows] = value.values
-        else:
-            np.copyto(stored, value)
-
-    def _step(self, rule: rules.Rule, record: KeyRecord, value: Value) -> None:
-        assert self.spec is not None
-        knobs = self.spec.knobs(record.key)
-        flat = self.values[record.key].reshape(-1)
-        if record.key not in self.states:
-            self.states[record.key] = new_state(rule, flat)
-        state = self.states[record.key]
-        if isinstance(value, RowSparse):
-            table, grad = flat.reshape(record.shape[0], record.row_size), value.values
-            update(rule, table, grad.reshape(len(value.rows), record.row_size), state, knobs, rows=value.rows)
-        else:
-            update(rule, flat, value.reshape(-1), state, knobs)
-
-    # On GPUs
-
-    def _gpu_for(self, record: KeyRecord, value: Value) -> GpuDevice | None:
-        """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
-        if not is_gpu_array(value) or record.is_sparse or not record.size or self.has_updater:
-            return None
-        if self.rule is not None and not can_fuse(self.rule):
-            return None
-        stored = self.values[record.key]
-        gpu: GpuDevice = value.device if devices.is_on_host(stored) else stored.device
-        return gpu
-
-    def _update_on_gpus(self, sums: Sequence[Sum], scale: float) -> Iterator[Sum]:
-        ready: list[Sum] = []
-        items: list[WeightStep] = []
-        copied = 0
-        for record, value in sums:
-            gpu, given = self._gpu_for(record, value), cast(Any, value)
-            assert gpu is not None
             try:
-                self._bring_to(gpu, record.key)
-                if given.device is not gpu or scale != 1:
-                    given = gpu.put(given)
-                    copied += given.nbytes
-                if scale != 1:
-                    gpu.scale(given, scale)
-                if self.rule is None:
-                    gpu.write(self.values[record.key], given)
-                else:
-                    items.append(self._item(self.rule, record, given))
+                for first, last, some in _on_gpu(cast("GpuDevice", group.values.device), given, scale):
+                    found = [whole for _, whole in end_to_end(some)]
+                    group.update(first, last, tuple(map(len, found)), found)
             except KVError as err:
-                yield from self._stepped(ready, items)
-                raise KVError(f"key {record.key!r}: {err}") from err
-            ready.append((record, value))
-            if copied >= COPIED_BYTES:
-                yield from self._stepped(ready, items)
-                ready, items, copied = [], [], 0
-        yield from self._stepped(ready, items)
+                raise KVError(f"{named(keys.keys[at] for at in group.at)}: {err}") from err
 
-    def _item(self, rule: rules.Rule, record: KeyRecord, value: GpuArray) -> WeightStep:
-        """Return the step of a key on a GPU."""
-        assert self.spec is not None
-        flat = self.values[record.key].reshape(-1)
-        if record.key not in self.states:
-            self.states[record.key] = new_state(rule, flat)
-        return WeightStep(flat, [value.reshape(-1)], self.states[record.key], self.spec.knobs(record.key))
+    def _update_alone(self, place: Place, value: Value, scale: float) -> None:
+        flat, width = place.array.reshape(-1), place.record.row_size
+        given = value.values if isinstance(value, RowSparse) else on_host(value)
+        given = (given if scale == 1 else scaled(widen(given), scale)).reshape(-1)
+        rows = value.rows if isinstance(value, RowSparse) and width else None
+        if rows is not None:
+            flat, given = flat.reshape(-1, width), given.reshape(-1, width)
+        if self.rule is None:
+            flat[...] = np.zeros((), flat.dtype)
+            flat[slice(None) if rows is None else rows] = narrow(given, flat.dtype)
+            return
+        state = place.values.state.get(place.shard)
+        if state is None:
+            state = place.values.state[place.shard] = new_state(self.rule, place.array.reshape(-1))
+        update(self.rule, flat, given, state, place.values.knobs_of(place.shard), rows=rows)
 
-    def _stepped(self, ready: Sequence[Sum], items: Sequence[WeightStep]) -> Sequence[Sum]:
-        """Return sums when the steps that they are for are made."""
-        if self.rule is not None:
-            try:
-                step_all(self.rule, items)
-            except KVError as err:
-                raise KVError(f"{named((record.key for record, _ in ready))}: {err}") from err
-        return ready
+    def _plan(self, keys: Selection) -> _Plan:
+        plan = self._plans.get(id(keys))
+        if plan is not None and plan.keys is keys:
+            return plan
+        alone: list[int] = []
+        groups: dict[tuple[Device, int], list[int]] = {}
+        places = [self.places[key] for key in keys.keys]
+        for at, place in enumerate(places):
+            code = DTYPE_CODES[place.record.dtype]
+            if place.record.is_sparse or not (self.rule is None or place.values.is_flat(code)):
+                alone.append(at)
+            else:
+                groups.setdefault((place.values.device, code), []).append(at)
+        plan = _Plan(keys, alone, [])
+        for (device, code), its in groups.items():
+            joins, sizes = _joins([places[at].record.size for at in its])
+            shards = np.array([places[at].shard for at in its])
+            plan.groups.append(_Group(self._values[device], code, its, shards, joins, sizes, {}))
+        if len(self._plans) >= PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[id(keys)] = plan
+        return plan
+
+    def _settle(self, keys: Selection, sums: Sequence[Value]) -> None:
+        """Let each value be where it can take in its sum."""
+        may_fuse = self.rule is None or any(map(is_gpu_array, sums)) and can_fuse(self.rule)
+        moves: dict[Device, list[KeyRecord]] = {}
+        for record, value in zip(keys.records, sums, strict=True):
+            present = wanted = self.places[record.key].values.device
+            if not (may_fuse and is_gpu_array(value) and record.size) or record.is_sparse:
+                wanted = self._host
+            elif not present.is_gpu:
+                wanted = value.device
+            if wanted is not present:
+                moves.setdefault(wanted, []).append(record)
+        for device, records in moves.items():
+            self._move(device, records)
+
+    # What updates
 
     def prepare(self, gpu: GpuDevice, dtype: DType) -> None:
         """Have ready what updates of weights of this dtype need on a GPU, now and with later rules.
@@ -203,87 +275,56 @@ class Weights:
             KVError: a kernel does not compile, or the GPU has failed.
         """
         with self._preparing:
-            self._kernels.setdefault(gpu, set()).add(dtype)
-            if self.rule is not None:
-                self._compile(self.rule, gpu, {dtype})
+            self._kernels[gpu, dtype] = None
+            self._compile(self.rule, [(gpu, dtype)])
 
-    def _compile(self, rule: rules.Rule, gpu: GpuDevice, its: Iterable[DType]) -> None:
-        if not can_fuse(rule):
-            return
-        for dtype in its:
+    def _compile(self, rule: rules.Rule | None, wanted: Iterable[tuple[GpuDevice, DType]]) -> None:
+        for gpu, dtype in wanted:
+            if rule is None or not can_fuse(rule):
+                return
             try:
                 rule.check(dtype)
             except KVError:
                 continue  # The call that brings such a key refuses it.
             prepare(rule, [dtype], gpu)
 
-    def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
-        """Let a value and its state be on a GPU, if they are in host memory."""
-        value, state = self.values[key], self.states.get(key)
-        if devices.is_on_host(value):
-            moved = gpu.put(value), None if state is None else state_on(state, gpu)
-            self.values[key] = moved[0]
-            if moved[1] is not None:
-                self.states[key] = moved[1]
-
-    def _bring_back(self, key: Key) -> None:
-        """Let a value and its state be in host memory."""
-        if not devices.is_on_host(self.values[key]):
-            state, self.values[key] = self.state_on_host(key), self.on_host(key)
-            if state is not None:
-                self.states[key] = state
-
-    # What updates
-
-    def check(self, items: Iterable[tuple[Key, np.dtype[Any]]], rule: rules.Rule | None = None) -> None:
-        """Return if the rule (the present one, if none is given) takes values of these dtypes.
+    def check(self, records: Iterable[KeyRecord], rule: rules.Rule | None = None) -> None:
+        """Return if the rule (the present one, if none is given) takes values of these keys.
 
         Raises:
             KVError: it does not; the key is named.
         """
         chosen = rule or self.rule
         if chosen is not None:
-            rules.check_keys(chosen, items)
+            rules.check_keys(chosen, ((record.key, record.dtype) for record in records))
 
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
             return
-        if not replace and (self.spec is not None or self.has_updater):
-            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
+        if not replace and self.spec is not None:
+            there = "an updater" if self.has_updater else rules.difference(self.spec, spec)
             raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
         self.install(spec, self.made(spec))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
-        if self.spec is None:
+        if self.spec is None or self.has_updater:
             raise KVError("this store has no rule to change; call set_optimizer first")
         spec = self.spec.changed(change)
         self.install(spec, self.made(spec))
 
-    def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
-        """Put a rule that was `made` in place of what is there; what state both know goes on.
+    def set_updater(self, updater: Updater | None) -> None:
+        """Put a function, or nothing, in place of what is there."""
+        self.install(None, None)
+        if updater is None:
+            return
 
-        Raises:
-            KVError: a GPU has failed; nothing was changed.
-        """
-        with self._preparing:
-            for gpu, its in self._kernels.items():
-                self._compile(rule, gpu, its)
-            carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
-            self.values.update((key, value) for key, (value, _) in carried.items())
-            self.states.update((key, state) for key, (_, state) in carried.items())
-            self.spec, self.rule, self._updater = spec, rule, None
+        def call(key: Key, received: Array, stored: Array) -> None:
+            shape = self.places[key].record.shape
+            updater(key, received.reshape(shape), stored.reshape(shape))
 
-    def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> tuple[DeviceArray, rules.State]:
-        """Return a value, and the state that a rule in place of the present one goes on with; changes nothing."""
-        value = self.values[key]
-        if not devices.is_on_host(value):
-            begun = rule.new_state(np.zeros(1, value.dtype))
-            if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
-                return value, {name: state[name] for name in begun}
-            value, state = devices.on_host(value), state_on_host(state)
-        return value, rules.carry_state(rule, value.reshape(-1), state)
+        self.install(RuleSpec(rules.UPDATER, {}), rules.UpdaterRule(call, {}))
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -293,34 +334,87 @@ class Weights:
         """
         # None: any module of the user's may be imported, as this is the user's own process.
         rule = rules.rule_of(spec, None)
-        self.check(((key, value.dtype) for key, value in self.values.items()), rule)
+        self.check((place.record for place in self.places.values()), rule)
         return rule
 
-    def set_updater(self, updater: Updater | None) -> None:
-        """Put a function, or nothing, in place of what is there."""
-        self._updater, self.rule, self.spec = updater, None, None
-        self.states.clear()
+    def install(self, spec: RuleSpec | None, rule: rules.Rule | None) -> None:
+        """Put a rule that was `made`, or nothing, in place of what is there; what state both rules know goes on.
+
+        Raises:
+            KVError: a GPU has failed; nothing was changed, but some values and states may be in host memory now.
+        """
+        with self._preparing:
+            self._compile(rule, self._kernels)
+            for values in list(self._values.values()):
+                if values.device.is_gpu and rule is not None:
+                    stays = can_fuse(rule) and (values.rule is None or values.keeps_state(rule))
+                    if not stays:
+                        its = [place.record for place in self.places.values() if place.values is values]
+                        self._move(self._host, its)
+            # Where states begin anew a user's rule may raise: that is in host memory.
+            for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
+                values.set_rule(rule, spec)
+            self.spec, self.rule, self._plans = spec, rule, {}
+
+    # Saved states
+
+    def saved(self) -> list[statefile.Saved]:
+        """Return each value as the one shard that a server would have of it: views of weights and states."""
+        return [
+            statefile.Saved(
+                place.number,
+                0,
+                place.values.weight(place.shard),
+                None if self.has_updater else place.values.state_of(place.shard),
+            )
+            for place in self.places.values()
+        ]
+
+    def restore(self, staged: Sequence[statefile.Staged | None]) -> None:
+        """Put what was read for the `saved` shards in its place."""
+        for values in self._values.values():
+            values.staged = [None] * values.store.count
+        for place, read in zip(self.places.values(), staged, strict=True):
+            place.values.staged[place.shard] = read
+        for values in self._values.values():
+            values.restore()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.values.clear()
-        self.set_updater(None)
+        self.places, self._values, self._plans, self.spec, self.rule = {}, {}, {}, None, None
 
 
-def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:
-    # A copy: the user's function may change or keep what it receives, and that may be the pushed array.
-    received = value.to_dense() if isinstance(value, RowSparse) else value.copy()
-    if stored.dtype != dtypes.BFLOAT16:
-        updater(key, received, stored)
+def _joins(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
+    sizes = np.array(lengths)
+    ends = np.cumsum(sizes)
+    is_long, chunk = sizes >= JOINED_ELEMENTS, (ends - sizes) // CHUNK
+    first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
+    joins = list(zip(first, [*first[1:], len(lengths)], strict=True))
+    return joins, tuple(np.add.reduceat(sizes, first).tolist())
+
+
+def _joined(sums: Sequence[Array], joins: Sequence[tuple[int, int]], scale: float) -> Iterator[Array]:
+    """Yield sums in host memory, flat, those of each run end to end; times a number, in their work dtype then."""
+    for first, last in joins:
+        flat = sums[first].reshape(-1)
+        if last > first + 1:
+            some = sums[first:last]
+            flat = np.concatenate(some if len({each.dtype for each in some}) == 1 else [*map(widen, some)], axis=None)
+        yield flat if scale == 1 else scaled(widen(flat), scale)
+
+
+def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
+    """Yield runs of sums that are on GPUs, the first and last of each among all: on this one, and times a number."""
+    if scale == 1 and all(each.device is gpu for each in sums):
+        yield 0, len(sums), sums
         return
-    # numpy cannot calculate with bfloat16: the function gets float32, as it would on a server.
-    wide = dtypes.widen(stored)
-    updater(key, dtypes.widen(received), wide)
-    stored[...] = dtypes.narrow(wide, stored.dtype)
-
-
-def _scaled(value: Value, scale: float) -> Value:
-    """Return a multiple of a value as a new one of its dtype."""
-    if isinstance(value, RowSparse):
-        return RowSparse(_scaled(value.values, scale), value.rows, value.shape)
-    return dtypes.narrow(scaled(dtypes.widen(value), scale), value.dtype)
+    copied = [total // COPIED_BYTES for total in itertools.accumulate(each.nbytes for each in sums)]
+    for (_, dtype), its in itertools.groupby(range(len(sums)), lambda at: (copied[at], sums[at].dtype)):
+        numbers = list(its)
+        some = sums[numbers[0] : numbers[-1] + 1]
+        bucket = gpu.empty((sum(each.size for each in some),), work_dtype(dtype))
+        gpu.gather([[each] for each in some], bucket)
+        if scale != 1:
+            gpu.scale(bucket, scale)
+        yield numbers[0], numbers[-1] + 1, [bucket]

@@ -41,7 +41,7 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
 
 def halve(key: Any, received: Any, stored: Any) -> None:
     """An updater as a user would write one."""
-    assert key in ("w", "v", 3)
+    assert key in ("w", "v", "e", 3)
     stored *= 0.5
     stored += received
 
@@ -346,6 +346,53 @@ def test_a_rule_gives_the_same_weights_whatever_the_number_of_servers_and_in_a_l
         with Cluster(2, servers, over="inproc", bigarray_bound=BOUND) as job:
             for found in job.run(lambda kv: train(kv, [kv.rank])):
                 assert np.array_equal(found, expected), servers
+
+
+SIXTEEN: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sgd": {"lr": 0.1},
+    "sgd momentum": {"lr": 0.1, "momentum": 0.9, "wd": 0.01},
+    "sgd masters": {"lr": 0.001, "momentum": 0.9, "multi_precision": True},
+    "adam": {"lr": 0.1},
+    "lamb": {"lr": 0.1},
+    "updater": {},
+    "rules_of_users:Sign": {"lr": 0.1},
+}
+
+
+@pytest.mark.parametrize(("count", "scale"), [(2, 1.0), (1, 0.3)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("what", SIXTEEN)
+def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
+    what: str, dtype: str, count: int, scale: float
+) -> None:
+    """Sum, scale and rule are float32 until the weight is written. `count` workers, or devices."""
+    kind = dtypes.parse(dtype)
+    random = np.random.default_rng(11)
+    first = dtypes.narrow(random.normal(size=1000).astype(np.float32), kind)
+    grads = [dtypes.narrow(random.normal(size=(2, 1000)).astype(np.float32), kind) for _ in range(3)]
+    rows = [[np.unique(random.integers(0, 100, 30)) for _ in range(2)] for _ in range(3)]
+
+    def train(kv: KVStore, parts: list[int]) -> list[bytes]:
+        kv.init(["w", "v", "e"], [first, first[:1], RowSparse.from_dense(first.reshape(100, 10))])
+        if what == "updater":
+            kv.set_updater(halve)
+        elif what != "none":
+            kv.set_optimizer(what.split()[0], **SIXTEEN[what])
+        for grad, some in zip(grads, rows, strict=True):
+            kv.push(["w", "v"], [[grad[part] for part in parts], [grad[part][:1] for part in parts]], scale=scale)
+            tables = [grad[part].reshape(100, 10) for part in parts]
+            its = [RowSparse(table[some[part]], some[part], (100, 10)) for table, part in zip(tables, parts)]
+            kv.push("e", its, scale=scale)
+        outs = [np.empty_like(first), np.empty_like(first[:1]), np.empty_like(first).reshape(100, 10)]
+        kv.pull(["w", "v", "e"], outs)
+        return [out.tobytes() for out in outs]
+
+    with Cluster(count, 1, over="inproc", imports=(HERE, "rules_of_users")) as job:
+        expected = job.run(lambda kv: train(kv, [kv.rank]))[0]
+    for type_name in ("local", "device"):
+        with kvstore.create(type_name) as kv:
+            assert train(kv, [*range(count)]) == expected, type_name
 
 
 def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Threads
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.store.keys import KeyRecord
-from distrun_runtime.store.reducer import DeviceReducer, Reducer, place, reducer_for
+from distrun_runtime.store.reducer import DeviceReducer, Reducer, SumDevices, place, reducer_for
 
 
 def test_the_largest_keys_are_placed_first_each_where_the_fewest_elements_are() -> None:
@@ -40,6 +39,8 @@ def test_no_device_has_more_than_another_by_more_than_its_last_key(sizes: list[i
         if mine:
             assert load[device] - min(mine) <= min(load)
 
+
+SIZES = {"a": 8, "b": 6, "c": 4, "d": 2, "e": 30}
 
 THREADS = {"MXNET_KVSTORE_REDUCTION_NTHREADS": "4", "MXNET_KVSTORE_BIGARRAY_BOUND": "2"}
 """Values of 2 elements are summed by four threads."""
@@ -87,18 +88,13 @@ def test_rows_of_devices_are_summed_into_each_row_once(monkeypatch: pytest.Monke
 
 
 def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
-    reducer = DeviceReducer(Threads())
-    values = {name: np.ones(size) for name, size in (("a", 8), ("b", 6), ("c", 4), ("d", 2))}
-    records = [KeyRecord.of(name, n, value) for n, (name, value) in enumerate(values.items())]
-    reducer.know(records)
-    reducer.reduce([(record, [values[str(record.key)]] * 2) for record in records])
-    assert reducer.cpus.places == {"a": 0, "b": 1, "c": 1, "d": 0}
-    late = KeyRecord.of("e", 4, np.ones(30))
-    reducer.know([late])
-    reducer.reduce([(late, [np.ones(30)] * 2)])
-    assert reducer.cpus.places["e"] == 0
-    reducer.reduce([(records[0], [values["a"]] * 4)])  # two devices more: all are placed again
-    assert reducer.cpus.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
+    sums = SumDevices()
+    records = {name: KeyRecord.of(name, n, np.ones(size)) for n, (name, size) in enumerate(SIZES.items())}
+    sums.sizes.update({name: record.size for name, record in records.items() if name != "e"})
+    assert [sums.device(records[name], ["x", "y"]) for name in "abcd"] == ["x", "y", "y", "x"]
+    assert sums.device(records["e"], ["x", "y"]) == "x"
+    assert sums.device(records["a"], ["x", "y", "z", "u"]) == "y"  # two devices more: all are placed again
+    assert sums.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
 
 
 def compressing(*keys: str, size: int) -> KVStore:
@@ -139,7 +135,7 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
     monkeypatch.setenv("MXNET_KVSTORE_BIGARRAY_BOUND", "77")
     kinds = {name: reducer_for(name) for name in ("local", "dist_sync", "device", "dist_device_sync")}
     assert [type(reducer) for reducer in kinds.values()] == [Reducer, Reducer, DeviceReducer, DeviceReducer]
-    threads = kinds["local"]._threads
+    threads = kinds["local"].host._threads
     assert (threads.count, threads.bound) == (3, 77)
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
     assert [getattr(kinds[name], "compressor", None) is None for name in kinds] == [True, True, False, True]
