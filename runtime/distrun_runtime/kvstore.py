@@ -354,6 +354,10 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         number, factor = _numbers(priority, scale)
+        if self._lifetime.uses_gpus and wait and factor == 1:
+            made = self._planned("push", key, value, None)
+            if made is not None:
+                return made
         with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
             call = CallOptions(number, lent=own or not wait, own=own, scale=factor, waits=wait)
@@ -374,9 +378,14 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         self._ready()
+        number = _numbers(priority)[0]
+        if self._lifetime.uses_gpus and wait:
+            made = self._planned("pull", key, None, out)
+            if made is not None:
+                return made
         with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
-            call = CallOptions(_numbers(priority)[0], waits=wait)
+            call = CallOptions(number, waits=wait)
             if not keys.records:
                 return CompletedCall("pull of no keys")
             return _awaited(borrowed.until(self._backend.pull(keys, outs, call)), wait)
@@ -394,6 +403,10 @@ class KVStore(KVStoreBase):
         """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
         self._ready()
         number, factor = _numbers(priority, scale)
+        if self._lifetime.uses_gpus and wait and factor == 1:
+            made = self._planned("pushpull", key, value, value if out is None else out)
+            if made is not None:
+                return made
         with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
             targets, outs = self._outputs(key, value if out is None else out, borrowed)
@@ -878,6 +891,15 @@ class KVStore(KVStoreBase):
                 raise KVError(f"{err}{hint}") from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
+    def _planned(self, call: str, key: Keys, value: object, out: object) -> Pending | None:
+        """Make a call with arrays on a GPU by the store's plan and wait for it; None: there is none."""
+        known = self._known(key)
+        if known is None:
+            return None
+        given, outs = (None if each is None else _listed(key, each) for each in (value, out))
+        made = self._backend.planned(known, given, outs, call)
+        return made if made is None else _awaited(made, True)
+
     def _given(
         self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays
     ) -> tuple[Selection, Sequence[Value], bool]:
@@ -929,8 +951,10 @@ class KVStore(KVStoreBase):
             found = self._selections.get(names)
         except TypeError:  # Something that is no key.
             return None
+        if found is None or type(found.records[0].key) is str:
+            return found
         # Equal keys may be of other types: True, numpy's integers.
-        return found if found is not None and set(map(type, names)) == {type(found.records[0].key)} else None
+        return found if set(map(type, names)) == {int} else None
 
     def _selected(self, key: Keys, records: list[KeyRecord]) -> Selection:
         """Return the selection of these records, and keep it if it is that of the keys as they were given."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Tuple, cast
 from weakref import WeakKeyDictionary
@@ -230,12 +231,15 @@ def _program(rule: Rule, dtype: DType) -> Program:
     return together(f"{rule.name}_{name_of(dtype)}", [_fused(rule, dtype, each) for each in parts])
 
 
-class _SameStep(NamedTuple):
-    """Weights on one GPU that take the same step as long as they have equally many updates."""
+@dataclass(eq=False)
+class _SameStep:
+    """Weights on one GPU that take the same step."""
 
     device: GpuDevice
     fused: Fused
     knobs: Knobs
+    updates: int
+    """Of each of them so far."""
     states: List[State]
     sizes: List[int]
     arrays: Dict[str, List[TensorColumn]]
@@ -275,11 +279,12 @@ class GpuSteps:
                     raise KVError(f"rule {rule.name!r}: expected {where}, found {found}")
             parts = tuple(part.dtype for part in item.parts) or (weight.dtype,) * len(given)
             knobs = item.knobs
-            key = (weight.device, weight.dtype, parts, state.get("updates", 0), knobs.lr_mult, knobs.wd_mult)
+            updates = cast(int, state.get("updates", 0))
+            key = (weight.device, weight.dtype, parts, updates, knobs.lr_mult, knobs.wd_mult)
             alike = self._alike.get(key)
             if alike is None:
                 fused = _fused(rule, weight.dtype, parts)
-                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, [], [], {})
+                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, updates, [], [], {})
             alike.states.append(state)
             alike.sizes.append(weight.size)
             columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
@@ -288,17 +293,15 @@ class GpuSteps:
                 alike.arrays.setdefault(name, []).append(column)
 
     def make(self) -> None:
-        """Make one step of each weight.
-
-        If that raises, some weights may be updated; the `updates` of their states say which.
-        """
+        """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
         same: Dict[Tuple[object, ...], List[Tuple[_SameStep, FusedStep, int]]] = {}
         for alike in self._alike.values():
-            counted: State = {"updates": alike.states[0].get("updates", 0)}
+            counted: State = {"updates": alike.updates}
             made = alike.fused.step(self._rule.rates(counted, alike.knobs))
-            numbers = [scalar.tobytes() for scalar in made.scalars]
-            updates = cast(int, counted["updates"])
-            same.setdefault((alike.device, made.kernel.name, *numbers), []).append((alike, made, updates))
+            what: Tuple[object, ...] = ()
+            if len(self._alike) > 1:
+                what = (alike.device, made.kernel.name, *[scalar.tobytes() for scalar in made.scalars])
+            same.setdefault(what, []).append((alike, made, cast(int, counted["updates"])))
         for some in same.values():
             made, key = some[0][1], (some[0][1].kernel.name, tuple(id(alike) for alike, _, _ in some))
             launch = self._launches.get(key)
@@ -306,12 +309,21 @@ class GpuSteps:
                 launch = self._launches[key] = _launch_of(made, [alike for alike, _, _ in some])
             launch(made.scalars)
             for alike, _, updates in some:
-                for state in alike.states:
-                    state["updates"] = updates
+                alike.updates = updates
+
+    def count(self) -> None:
+        """Say in the states how many updates the weights have had."""
+        for alike in self._alike.values():
+            for state in alike.states:
+                state["updates"] = alike.updates
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
-    GpuSteps(rule, items).make()
+    steps = GpuSteps(rule, items)
+    try:
+        steps.make()
+    finally:
+        steps.count()
 
 
 def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:

@@ -150,7 +150,7 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "size_bytes")
+    __slots__ = ("dtypes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "shapes", "size_bytes")
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
@@ -165,8 +165,8 @@ class Selection:
         """What the backend keeps of it."""
         self.pulled_next = 0
         """How often in a row a push of these keys was followed by their pull; below 0: when that was not so."""
-        self._shapes = [record.shape for record in self.records]
-        self._dtypes = [record.dtype for record in self.records]
+        self.shapes = [record.shape for record in self.records]
+        self.dtypes = [record.dtype for record in self.records]
 
     def fits(self, arrays: Sequence[object]) -> bool:
         """Whether these are numpy arrays of the records' shapes and dtypes, and the keys are dense.
@@ -179,7 +179,7 @@ class Selection:
         # it need not behave as an array does.
         if set(map(type, arrays)) != {np.ndarray}:
             return False
-        return list(map(_SHAPE, arrays)) == self._shapes and list(map(_DTYPE, arrays)) == self._dtypes
+        return list(map(_SHAPE, arrays)) == self.shapes and list(map(_DTYPE, arrays)) == self.dtypes
 
 
 class StoreBackend(Protocol):
@@ -275,6 +275,17 @@ class StoreBackend(Protocol):
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
+
+    def planned(
+        self, keys: Selection, given: Sequence[object] | None, outs: Sequence[object] | None, call: str
+    ) -> Pending | None:
+        """Make a push, a pull or both of arrays as the script gave them, if the store has a plan for it; else None.
+
+        Arguments:
+            given, outs: for each key an array or a list of arrays; nothing is known of them.
+            call: its name.
+        """
+        return None
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

@@ -7,7 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
@@ -23,6 +24,13 @@ from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, reducer_for
 from distrun_runtime.store.values import RowSparse, Value
 from distrun_runtime.store.weights import Weights
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.plans import Plans
+
+
+MOST_UNCOUNTED = 64
+"""So many lists of keys are kept whose pushes are not among the counts yet."""
 
 
 class LocalBackend(StoreBackend):
@@ -43,6 +51,10 @@ class LocalBackend(StoreBackend):
         self._weights = Weights(self.reducer.host)
         if isinstance(self.reducer, DeviceReducer):
             self.reducer.prepares.append(self._weights.prepare)
+        self._plans: Plans | None = None
+        """Of calls with arrays on a GPU, once there was one."""
+        self._planned_pushes: Counter[Selection] = Counter()
+        """Not yet among the other counts: to count each key takes as long as all else."""
         self._counters = Counters()
         self._pushes: Counter[Key] = Counter()
         self._recorder = trace.Recorder()
@@ -99,6 +111,36 @@ class LocalBackend(StoreBackend):
 
         return self._made("pushpull", keys, work)
 
+    def planned(
+        self, keys: Selection, given: Sequence[object] | None, outs: Sequence[object] | None, call: str
+    ) -> Pending | None:
+        if keys.has_rows or self.compresses or self._recorder.is_on or not isinstance(self.reducer, DeviceReducer):
+            return None
+        what = f"{call} of {keys.named}"
+        with self._lock:
+            if self.lifetime.is_over:
+                return None
+            if self._plans is None:
+                from distrun_runtime.arrays.plans import Plans
+
+                self._plans = Plans(devices.gpus())
+            try:
+                if not self._plans.call(keys, given, outs, partial(self._weights.planned, keys)):
+                    return None
+            except KVError as err:
+                error = KVError(f"{keys.named}: {err}")
+                error.__cause__ = err
+                return CompletedCall(what, error, self.lifetime.late)
+            if given is not None:
+                self._planned_pushes[keys] += 1
+                if len(self._planned_pushes) > MOST_UNCOUNTED:
+                    self._count_planned()
+            if outs is not None:
+                self._counters.bytes_out += keys.size_bytes * (
+                    len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
+                )
+        return CompletedCall(what)
+
     def _made(self, call: str, keys: Selection, work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
         what = f"{call} of {keys.named}"
@@ -131,6 +173,13 @@ class LocalBackend(StoreBackend):
         self._counters.bytes_in += sum(sizes) if keys.has_rows else keys.size_bytes
         self._counters.updates += len(values)
         self._pushes.update(keys.keys)
+
+    def _count_planned(self) -> None:
+        for keys, times in self._planned_pushes.items():
+            self._counters.bytes_in += times * keys.size_bytes
+            self._counters.updates += times * len(keys.keys)
+            self._pushes.update(dict.fromkeys(keys.keys, times))
+        self._planned_pushes.clear()
 
     # What a push does
 
@@ -189,6 +238,7 @@ class LocalBackend(StoreBackend):
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
+            self._count_planned()
             keys = len(self._weights.places)
             rounds = max(self._pushes.values(), default=0)
             facts = {"server": self.type, "host": platform.node(), "keys": keys, "pieces": keys, "rounds": rounds}
@@ -225,6 +275,7 @@ class LocalBackend(StoreBackend):
     def close(self) -> None:
         with self._lock:
             self._weights.clear()
+            self._plans = None
         compressor = self._compressor()
         if compressor is not None:
             compressor.clear()

@@ -19,7 +19,7 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import scaled
-from distrun_runtime.ops.update import can_fuse, new_state, prepare, update
+from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, new_state, prepare, update
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps import arithmetic, statefile
 from distrun_runtime.ps.shards import Store
@@ -30,7 +30,7 @@ from distrun_runtime.store.reducer import end_to_end, is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied from another GPU, before their keys are updated."""
@@ -253,7 +253,7 @@ class Weights:
 
     def _settle(self, keys: Selection, sums: Sequence[Value]) -> None:
         """Let each value be where it can take in its sum."""
-        may_fuse = self.rule is None or any(map(is_gpu_array, sums)) and can_fuse(self.rule)
+        may_fuse = self.rule is None or (any(map(is_gpu_array, sums)) and can_fuse(self.rule))
         moves: dict[Device, list[KeyRecord]] = {}
         for record, value in zip(keys.records, sums, strict=True):
             present = wanted = self.places[record.key].values.device
@@ -265,6 +265,35 @@ class Weights:
                 moves.setdefault(wanted, []).append(record)
         for device, records in moves.items():
             self._move(device, records)
+
+    def planned(
+        self,
+        keys: Selection,
+        gpu: GpuDevice,
+        parts: Sequence[TensorColumn],
+        outs: Sequence[TensorColumn],
+        is_apart: bool,
+    ) -> PlannedUpdate | None:
+        """Return what updates values on a GPU by the sums of `parts` and writes them to `outs`; None: no kernel can.
+
+        Arguments:
+            parts, outs: for each key an array in each column; what is not to be done has none.
+            is_apart: no out shares memory with a part.
+        """
+        values = self._values.get(gpu)
+        if values is None or any(self.places[key].values is not values for key in keys.keys):
+            return None
+        if parts and self.rule is not None:
+            # The kernels that are compiled take two parts.
+            shards = [self.places[key].shard for key in keys.keys]
+            if len(parts) > 2 or not can_fuse(self.rule) or (values.steps[shards] < 0).any():
+                return None
+        return PlannedUpdate(self, keys, gpu, parts, outs, is_apart=is_apart)
+
+    @property
+    def layout(self) -> object:
+        """Another object whenever a value has moved, or the rule has changed."""
+        return self._plans
 
     # What updates
 
@@ -382,6 +411,76 @@ class Weights:
     def clear(self) -> None:
         """Forget everything."""
         self.places, self._values, self._plans, self.spec, self.rule = {}, {}, {}, None, None
+
+
+class PlannedUpdate:
+    """An update of values on a GPU, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
+
+    A result without a rule is written by the sum's own kernel, to the store and to the outs.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        keys: Selection,
+        gpu: GpuDevice,
+        parts: Sequence[TensorColumn],
+        outs: Sequence[TensorColumn],
+        *,
+        is_apart: bool,
+    ) -> None:
+        from distrun_runtime.arrays.cuda import Read, Write
+        from distrun_runtime.arrays.gpu import TensorColumn, counts_of
+
+        self._weights, self._layout = weights, weights.layout
+        places = [weights.places[key] for key in keys.keys]
+        self._values, self._shards = places[0].values, np.array([place.shard for place in places])
+        self._states: list[Any] = []
+        """Of each value, if a rule makes a step."""
+        self._updates = self._values.steps[self._shards]
+        """Of each value, before the next step."""
+        self._sums: list[tuple[ListLaunch, list[np.generic]]] = []
+        self._steps: GpuSteps | None = None
+        self._copies: list[tuple[ListLaunch, list[np.generic]]] = []
+        if parts and weights.rule is not None:
+            self._states = [self._values.state_of(place.shard) for place in places]
+            knobs = map(self._values.knobs_of, self._shards.tolist())
+            items = [WeightStep(p.array, [], *its) for p, *its in zip(places, self._states, knobs, strict=True)]
+            self._steps = GpuSteps(weights.rule, items, parts)
+        for dtype in dict.fromkeys(keys.dtypes):
+            numbers = [number for number, each in enumerate(keys.dtypes) if each == dtype]
+            sizes = [keys.records[number].size for number in numbers]
+            stored = [places[number].array for number in numbers]
+            given, taken = ([each.some(numbers) for each in columns] for columns in (parts, outs))
+            if given and self._steps is None:
+                written = [TensorColumn.of(Write, stored), *(taken if is_apart else [])]
+                self._sums.append((gpu.sum_lists(given, written, sizes, dtype), counts_of(len(given), len(written))))
+            if taken and not (given and self._steps is None and is_apart):
+                launch = gpu.sum_lists([TensorColumn.of(Read, stored)], taken, sizes, dtype)
+                self._copies.append((launch, counts_of(1, len(taken))))
+
+    def is_valid(self) -> bool:
+        """Tell whether values and states are those of the plan, and what updates them is."""
+        if self._weights.layout is not self._layout:
+            return False
+        return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
+
+    def run(self) -> None:
+        """Launch all of it."""
+        for launch, counts in self._sums:
+            launch.run(counts)
+        if self._steps is not None:
+            try:
+                self._steps.make()
+                self._updates += 1
+            except BaseException:  # some may have been made
+                self._steps.count()
+                self._updates[:] = [state["updates"] for state in self._states]
+                raise
+            finally:
+                self._values.steps[self._shards] = self._updates
+        for launch, counts in self._copies:
+            launch.run(counts)
 
 
 def _joins(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
