@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from distrun_runtime.arrays import device as devices
@@ -44,7 +44,7 @@ class LocalBackend(StoreBackend):
         if isinstance(self.reducer, DeviceReducer):
             self.reducer.prepares.append(self._weights.prepare)
         self._counters = Counters()
-        self._pushes: Counter[Key] = Counter()
+        self._pushes: dict[Key, int] = defaultdict(int)
         self._recorder = trace.Recorder()
 
     # Data
@@ -61,7 +61,7 @@ class LocalBackend(StoreBackend):
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
-            first = len(self._weights.places)
+            first = len(self._weights.kept)
             records = [
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
@@ -84,7 +84,7 @@ class LocalBackend(StoreBackend):
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = devices.on_host(self._weights.places[record.key].array)[rows]
+                found = devices.on_host(self._weights.kept[record.key].array)[rows]
                 self._counters.bytes_out += found.nbytes
                 take(found)
 
@@ -103,7 +103,10 @@ class LocalBackend(StoreBackend):
         """Do the work of a call and return its outcome."""
         what = f"{call} of {keys.named}"
         try:
-            with self._open(), self._recorder.span(call, "store", keys=keys.keys):
+            with (
+                self._open(),
+                self._recorder.span(call, "store", keys=keys.keys) if self._recorder.is_on else nullcontext(),
+            ):
                 work()
         # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
@@ -118,19 +121,22 @@ class LocalBackend(StoreBackend):
             yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
-        places = self._weights.places
+        kept = self._weights.kept
         for key, arrays in zip(keys.keys, outs, strict=True):
-            value = places[key].array
+            value = kept[key].array
             for out in arrays:
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
-        sizes = (value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
-        self._counters.bytes_in += sum(sizes) if keys.has_rows else keys.size_bytes
+        nbytes = keys.size_bytes
+        if keys.has_rows:
+            nbytes = sum(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
+        self._counters.bytes_in += nbytes
         self._counters.updates += len(values)
-        self._pushes.update(keys.keys)
+        for key in keys.keys:
+            self._pushes[key] += 1
 
     # What a push does
 
@@ -189,7 +195,7 @@ class LocalBackend(StoreBackend):
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
-            keys = len(self._weights.places)
+            keys = len(self._weights.kept)
             rounds = max(self._pushes.values(), default=0)
             facts = {"server": self.type, "host": platform.node(), "keys": keys, "pieces": keys, "rounds": rounds}
             return [{**facts, "queue": 0, **self._counters.to_json()}]

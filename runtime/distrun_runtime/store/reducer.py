@@ -361,18 +361,15 @@ def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     return result
 
 
-def end_to_end(arrays: Iterable[DeviceArray]) -> list[tuple[int, GpuArray]]:
-    """Return arrays of GPUs as flat ones: those that follow each other in memory as one, and how many each of these is."""
-    found: list[tuple[int, GpuArray]] = []
+def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:
+    """Return arrays of GPUs as flat ones; those that follow each other in memory are one."""
+    found: list[GpuArray] = []
     for array in arrays:
-        count, last = found[-1] if found else (0, None)
+        last = found[-1] if found else None
         if last is not None and array.memory is last.memory and array.begin == last.begin + last.nbytes:
-            found[-1] = (
-                count + 1,
-                type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype),
-            )
+            found[-1] = type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype)
         else:
-            found.append((1, array.reshape(-1)))
+            found.append(array.reshape(-1))
     return found
 
 
@@ -380,7 +377,7 @@ def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
     """Copy arrays of GPUs to host memory, one after the other; what lies end to end on its GPU, at once."""
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
     at = 0
-    for _, run in end_to_end(arrays):
+    for run in end_to_end(arrays):
         pairs.setdefault(run.device, []).append((run, out[at : at + run.size]))
         at += run.size
     for gpu, its in pairs.items():

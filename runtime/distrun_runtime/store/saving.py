@@ -181,7 +181,7 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     if names and manifest["workers"] != 1:
         _warn_of_residuals(int(manifest["workers"]), names, "one")
     elif names:
-        mine = {old: (key, weights.places[key].record.size) for _, old, key in saved}
+        mine = {old: (key, weights.kept[key].record.size) for _, old, key in saved}
         residuals = statefile.read_residuals(folder, manifest["data"], statefile.worker_file(0), mine, host)
     if fresh is not None:
         weights.install(*fresh)
@@ -198,7 +198,7 @@ def _declared(weights: Weights) -> Keys:
                 **{"key": record.key, "shape": list(record.shape)},
                 **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
             }
-            for record, *_ in weights.places.values()
+            for record, *_ in weights.kept.values()
         ]
     )
     return keys

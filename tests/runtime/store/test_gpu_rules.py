@@ -73,7 +73,7 @@ class Pair:
     def where(self) -> set[str]:
         """Names of the devices that have the weights, and the states, of the `device` store."""
         arrays = []
-        for place in self.weights.places.values():
+        for place in self.weights.kept.values():
             state = place.values.state_of(place.shard) or {}
             arrays += [place.array, *(part for part in state.values() if hasattr(part, "nbytes"))]
         return {"host" if is_on_host(array) else array.device.name for array in arrays}
@@ -88,12 +88,12 @@ class Pair:
         """Return each key's weight and state, in host memory."""
         backend: Any = store.backend
         saved = [each.on_host() for each in backend._weights.saved()]
-        return {key: (each.weight, each.state or {}) for key, each in zip(backend._weights.places, saved, strict=True)}
+        return {key: (each.weight, each.state or {}) for key, each in zip(backend._weights.kept, saved, strict=True)}
 
     def take_over(self, key: str) -> None:
         """Let the `local` store have what the `device` store has of a key."""
         other: Any = self.local.backend
-        place = other._weights.places[key]
+        place = other._weights.kept[key]
         weight, state = self._kept(self.device)[key]
         place.array[...] = weight.reshape(place.array.shape)
         place.values.set_state(place.shard, state)
