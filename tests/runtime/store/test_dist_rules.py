@@ -378,11 +378,11 @@ def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
         if what == "updater":
             kv.set_updater(halve)
         elif what != "none":
-            kv.set_optimizer(what.split()[0], **SIXTEEN[what])
+            kv.set_optimizer(what.split(maxsplit=1)[0], **SIXTEEN[what])
         for grad, some in zip(grads, rows, strict=True):
             kv.push(["w", "v"], [[grad[part] for part in parts], [grad[part][:1] for part in parts]], scale=scale)
             tables = [grad[part].reshape(100, 10) for part in parts]
-            its = [RowSparse(table[some[part]], some[part], (100, 10)) for table, part in zip(tables, parts)]
+            its = [RowSparse(table[some[part]], some[part], (100, 10)) for table, part in zip(tables, parts, strict=True)]
             kv.push("e", its, scale=scale)
         outs = [np.empty_like(first), np.empty_like(first[:1]), np.empty_like(first).reshape(100, 10)]
         kv.pull(["w", "v", "e"], outs)
