@@ -201,7 +201,7 @@ class LocalBackend(StoreBackend):
             return [{**facts, "queue": 0, **self._counters.to_json()}]
 
     @contextmanager
-    def _recording(self, folder: str) -> Iterator[None]:
+    def profile(self, folder: str) -> Iterator[None]:
         if self._recorder.is_on:
             raise KVError(f"this {self.type!r} store is being profiled already")
         trace.prepare(folder)
@@ -210,9 +210,6 @@ class LocalBackend(StoreBackend):
             yield
         finally:
             trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
-
-    def profile(self, folder: str) -> AbstractContextManager[None]:
-        return self._recording(folder)
 
     def num_dead(self, mask: int) -> int:
         return 0

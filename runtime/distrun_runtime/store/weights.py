@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -358,16 +359,22 @@ class Weights:
         """
         with self._preparing:
             self._compile(rule, self._kernels)
-            there = [values for values in self._values.values() if values.device.is_gpu and rule is not None]
-            if there and rule is not None:
-                stay = can_fuse(rule) and all(each.rule is None or each.keeps_state(rule) for each in there)
-                if not stay:
+            every = self._values.values()
+            if rule is not None and any(values.device.is_gpu for values in every):
+                keep = all(values.rule is None or values.keeps_state(rule) for values in every if values.device.is_gpu)
+                if not keep or not can_fuse(rule):
                     self._move(self._new(self._host), [each.record for each in self.kept.values()])
+            if (
+                self.spec is None
+                or spec is None
+                or replace(spec, params=self.spec.params) != self.spec
+                or not all(values.keeps_state(cast(rules.Rule, rule)) for values in self._values.values())
+            ):
+                self._calls.clear()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec)
             self.spec, self.rule = spec, rule
-            self._calls.clear()
 
     # Saved states
 
