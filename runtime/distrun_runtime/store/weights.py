@@ -359,17 +359,12 @@ class Weights:
         """
         with self._preparing:
             self._compile(rule, self._kernels)
-            every = self._values.values()
-            if rule is not None and any(values.device.is_gpu for values in every):
-                keep = all(values.rule is None or values.keeps_state(rule) for values in every if values.device.is_gpu)
-                if not keep or not can_fuse(rule):
-                    self._move(self._new(self._host), [each.record for each in self.kept.values()])
-            if (
-                self.spec is None
-                or spec is None
-                or replace(spec, params=self.spec.params) != self.spec
-                or not all(values.keeps_state(cast(rules.Rule, rule)) for values in self._values.values())
-            ):
+            every = self._values.values() if rule is not None else ()
+            anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
+            on_gpus = [each for each in every if each.device.is_gpu]
+            if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
+                self._move(self._new(self._host), [each.record for each in self.kept.values()])
+            if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
                 self._calls.clear()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
