@@ -147,8 +147,8 @@ def save_local(folder: str, kind: str, weights: Weights, residuals: Mapping[Key,
             files[name] = statefile.write(folder, part, name, arrays, host)
         manifest = {
             **{"format": statefile.FORMAT, "type": kind, "data": part, "keys": keys.to_json()},
-            **{"rule": weights.spec.to_json() if weights.spec and not weights.has_updater else None},
-            **{"workers": 1, "servers": 1, "rounds": [], "files": files},
+            **{"rule": weights.spec.to_json() if weights.spec else None, "workers": 1, "servers": 1},
+            **{"rounds": [], "files": files},
         }
         statefile.write_manifest(folder, manifest, host)
     except BaseException:
@@ -166,14 +166,14 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     folder = os.path.abspath(folder)
     manifest = statefile.read_manifest(folder, host)
     rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
-    present = None if weights.has_updater else weights.spec
+    present = weights.spec
     wrong = keys.differ_from(manifest["keys"])
     if not wrong and rule is not None and present is not None and rule.name != present.name:
         wrong = f"the states were saved under the rule {rule.name!r}, the store has {present.name!r}"
     if wrong:
         raise KVError(f"states in {folder}: {wrong}")
     saved = keys.saved_as(manifest["keys"])
-    fresh = None if rule is None or weights.spec is not None else (rule, weights.made(rule))
+    fresh = None if rule is None or weights.rule is not None else (rule, weights.made(rule))
     body = {"folder": folder, "host": host, "manifest": manifest, "numbers": saved}
     staged = statefile.stage(body, weights.saved(), weights.rule if fresh is None else fresh[1])
     residuals: dict[Key, Array] = {}

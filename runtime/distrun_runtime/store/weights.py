@@ -39,6 +39,8 @@ JOINED_ELEMENTS = 1 << 15
 """Sums of fewer elements are copied together, for one step over all of them."""
 CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
+UPDATER = RuleSpec(rules.UPDATER, {})
+"""Stands for a function of the user's."""
 CALLS = 4096
 """What was found out for so many calls is kept."""
 
@@ -140,7 +142,7 @@ class Weights:
         self.kept: dict[Key, Kept] = {}
         """In the order of `init`."""
         self.spec: RuleSpec | None = None
-        """What updates the values: of a function of the user's, its name is `rules.UPDATER`."""
+        """Of the rule; None: a function of the user's, or nothing."""
         self.rule: rules.Rule | None = None
         self._host = host
         self._values: dict[Device, Values] = {}
@@ -151,11 +153,6 @@ class Weights:
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
         """While kernels are compiled, so that a rule and a GPU that come at the same time find each other."""
-
-    @property
-    def has_updater(self) -> bool:
-        """Whether a function of the user's updates the values."""
-        return self.spec is not None and self.spec.name == rules.UPDATER
 
     # Values
 
@@ -180,7 +177,7 @@ class Weights:
 
     def _new(self, device: Device) -> Values:
         values = Values(Store(0, 1), device, is_sent=False)
-        values.set_rule(self.rule, self.spec)
+        values.set_rule(self.rule, self.spec or UPDATER)
         return values
 
     def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Kept]:
@@ -247,7 +244,7 @@ class Weights:
             weight[...] = np.zeros((), weight.dtype)
             weight[rows] = narrow(given, weight.dtype)
             return
-        if not self.has_updater:  # Rules see values flat, or as rows.
+        if self.spec is not None:  # Rules see values flat, or as rows.
             width = () if rows is None else (kept.record.row_size,)
             weight = weight.reshape((len(weight) if width else -1, *width))
             given = given.reshape((len(given) if width else -1, *width))
@@ -322,14 +319,14 @@ class Weights:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
             return
-        if not replace and self.spec is not None:
-            there = "an updater" if self.has_updater else rules.difference(self.spec, spec)
+        if not replace and self.rule is not None:
+            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
             raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
         self.install(spec, self.made(spec))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
-        if self.spec is None or self.has_updater:
+        if self.spec is None:
             raise KVError("this store has no rule to change; call set_optimizer first")
         spec = self.spec.changed(change)
         self.install(spec, self.made(spec))
@@ -338,7 +335,7 @@ class Weights:
         """Put a function, or nothing, in place of what is there."""
         self.install(None, None)
         if updater is not None:
-            self.install(RuleSpec(rules.UPDATER, {}), rules.UpdaterRule(updater, {}))
+            self.install(None, rules.UpdaterRule(updater, {}))
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -368,7 +365,7 @@ class Weights:
                 self._calls.clear()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
-                values.set_rule(rule, spec)
+                values.set_rule(rule, spec or UPDATER)
             self.spec, self.rule = spec, rule
 
     # Saved states
@@ -376,10 +373,7 @@ class Weights:
     def saved(self) -> list[statefile.Saved]:
         """Return each value as the one shard that a server would have of it: views of weights and states."""
         return [
-            statefile.Saved(
-                *(number, 0, each.values.weight(each.shard)),
-                None if self.has_updater else each.values.state_of(each.shard),
-            )
+            statefile.Saved(number, 0, each.values.weight(each.shard), each.values.state_of(each.shard))
             for number, each in enumerate(self.kept.values())
         ]
 
