@@ -853,7 +853,6 @@ class KVStore(KVStoreBase):
         records: list[KeyRecord] = []
         try:
             records = self._backend.init(items, call_number)
-            self._backend.reducer.know(records)
         finally:
             with self._lock:
                 for name, _ in items:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from gpukit import Machine, values
+from sums import add as add_to
+from sums import total as total_of
 
 from distrun_runtime.arrays.cuda import HostMemory, Pointer, Stream
 from distrun_runtime.arrays.device import CpuDevice
@@ -23,7 +25,7 @@ def check(found: Array, expected: Array) -> None:
 
 
 def total(parts: Sequence[Array]) -> Array:
-    return CpuDevice().total(parts)
+    return total_of(CpuDevice(), parts)
 
 
 def arrays_come_and_go(machine: Machine) -> None:
@@ -31,8 +33,8 @@ def arrays_come_and_go(machine: Machine) -> None:
     given = [values((300,), F32, seed) for seed in range(2)]
     mine = [device.put(each) for each in given]
     device.scale(mine[0], 2.0)
-    check(device.host(device.total(mine)), total([given[0] * np.float32(2), given[1]]))
-    device.add(mine[1], given[0])
+    check(device.host(total_of(device, mine)), total([given[0] * np.float32(2), given[1]]))
+    add_to(device, mine[1], given[0])
     check(device.host(mine[1]), total([given[1], given[0]]))
     none = device.zeros((300,), F32)
     check(device.host(none), np.zeros(300, F32))
@@ -45,7 +47,7 @@ def memory_is_used_again(machine: Machine) -> None:
     device = machine.gpus.get(0)
     for turn in range(2):
         given = [values((200,), F32, 10 * turn + seed) for seed in range(3)]
-        sums = device.total([device.put(each) for each in given])
+        sums = total_of(device, [device.put(each) for each in given])
         copied = device.put(sums)
         del sums
         later = device.put(given[0])  # where the sums were
@@ -58,9 +60,9 @@ def values_come_from_other_devices(machine: Machine) -> None:
     here, there = machine.gpus.get(0), machine.gpus.get(1)
     given = [values((300,), F32, seed) for seed in range(3)]
     theirs = there.put(given[1])
-    into = here.total([here.put(given[0]), theirs, given[2]])
+    into = total_of(here, [here.put(given[0]), theirs, given[2]])
     there.scale(theirs, 2.0)  # not before it was copied
-    back = there.total([theirs, into])
+    back = total_of(there, [theirs, into])
     here.scale(into, 0.0)
     check(there.host(back), total([given[1] * np.float32(2), total(given)]))
     moved = here.put(theirs)
@@ -77,7 +79,7 @@ def many_and_mixed_parts_are_summed(machine: Machine) -> None:
         CpuDevice().sum(given, expected)
         device.sum([device.put(each) for each in given], out)
         many = [values((40,), F32, 20 * turn + seed) for seed in range(10)]
-        sums = device.total([device.put(each) for each in many])
+        sums = total_of(device, [device.put(each) for each in many])
         # What comes next is put where the tables were.
         fresh = [device.put(values((4,), F32, seed)) for seed in range(4)]
         check(device.host(out), expected)
@@ -124,9 +126,9 @@ def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
     given = values((100,), F32)
     array, target = device.put(given), other.put(given)
     for _ in range(2):
-        device.add(array, target)  # read by device's stream
+        add_to(device, array, target)  # read by device's stream
         other.scale(target, 2.0)  # written by other's
-        other.add(target, array)
+        add_to(other, target, array)
         device.scale(array, 0.5)
     expected, far = given.copy(), given.copy()
     for _ in range(2):

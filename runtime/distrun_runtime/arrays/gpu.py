@@ -344,20 +344,16 @@ class GpuDevice:
         """Copy an array of the host or of any GPU, of the same shape and dtype, to one that is here."""
         self._bring(array.reshape(-1), into.reshape(-1))
 
-    def total(self, arrays: Sequence[AnyArray]) -> GpuArray:
-        """Return the sum of at least one array as a new array here, added from first to last."""
-        result = self.empty(arrays[0].shape, arrays[0].dtype)
-        self._add_up([array.reshape(-1) for array in arrays], result.reshape(-1))
-        return result
-
-    def add(self, into: GpuArray, array: AnyArray) -> None:
-        """Add an array of the same shape and dtype, of the host or of any GPU, to one that is here."""
-        flat = into.reshape(-1)
-        self._add_up([flat, array.reshape(-1)], flat)
-
-    def sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
-        """Write the sum of flat arrays into `out`, added from first to last."""
-        self._add_up(parts, out)
+    def sum(self, parts: Sequence[AnyArray], out: GpuArray) -> None:
+        """Write the sum of flat arrays, of anywhere, into `out`, added from first to last."""
+        if not out.size or (len(parts) == 1 and parts[0] is out):
+            return
+        here = [part for part in parts if isinstance(part, GpuArray) and part.device is self]
+        if len(here) == len(parts):
+            self._sum(here, out)
+            return
+        for (brought,), run in self._by_ring([parts]):
+            self._sum(brought, out[run])
 
     def sums(self, items: Iterable[tuple[Sequence[GpuArray], GpuArray]]) -> None:
         """Write several sums, as `sum` does each: those alike by one kernel."""
@@ -610,17 +606,6 @@ class GpuDevice:
                     raise
 
     # Sums
-
-    def _add_up(self, parts: Sequence[AnyArray], out: GpuArray) -> None:
-        """Write the sum of flat arrays, of anywhere, into one that is here."""
-        if not out.size or (len(parts) == 1 and parts[0] is out):
-            return
-        here = [part for part in parts if isinstance(part, GpuArray) and part.device is self]
-        if len(here) == len(parts):
-            self._sum(here, out)
-            return
-        for (brought,), run in self._by_ring([parts]):
-            self._sum(brought, out[run])
 
     def _by_ring(self, lists: Sequence[Sequence[AnyArray]]) -> Iterator[tuple[list[list[GpuArray]], slice]]:
         """Copy parts that are not here, and yield runs of the tensors' elements: all of their parts here, and where.

@@ -103,13 +103,14 @@ template <int N, typename Parts, typename Out, typename T> HELPER void sum_at(co
 template <typename Parts, typename Out, typename T> HELPER void sum_into(const Parts &parts, const Out &out, T *to, i64 n)
 {
     typedef typename Parts::type P;
-    enum { is_finer = sizeof(P) < sizeof(T), N = 16 / (is_finer ? sizeof(P) : sizeof(T)) };
-    /* `head` elements come before the first one that all can have by 16 bytes, if there is one. */
-    const u64 begin = is_finer ? (u64)address(parts, 0, 0) : (u64)to;
-    const i64 head = least((i64)(-begin & 15) / (16 / N), n);
+    /* A thread writes 16 bytes at once, and its neighbour the next 16: of 32 bytes of its own it would write each half
+     * by an instruction of all threads, of which none fills a sector of the memory. */
+    enum { N = 16 / sizeof(T), bytes = sizeof(P) * N < 16 ? sizeof(P) * N : 16 };
+    /* `head` elements come before the first one that all can have so, if there is one. */
+    const i64 head = least((i64)(-(u64)to & 15) / (i64)sizeof(T), n);
     bool fits = is_aligned(to + head);
     for (i64 p = 0; p < number_of(parts); ++p)
-        fits = fits && is_aligned(address(parts, p, head));
+        fits = fits && ((u64)address(parts, p, head) & (bytes - 1)) == 0;
     for (i64 o = 0; o < others_of(out); ++o)
         fits = fits && is_aligned(other_of(out, o) + head);
     const i64 whole = fits ? (n - head) / N * N : 0;
@@ -270,12 +271,13 @@ HELPER void encode(const Codec &codec, const f32 *values, f32 *residual, u8 *out
 HELPER f32 two_bit_value(u32 code, f32 quantum) { return code == 3 ? quantum : code == 2 ? -quantum : 0.0f; }
 HELPER f32 one_bit_value(u32 code, f32 step) { return code ? step : -step; }
 
+/* Each thread makes 16 bytes, a whole payload byte or a half of it (`sum_into` says why). */
 template <bool ADDS, int BITS> HELPER void decode(const u8 *payload, f32 size, f32 *out, i64 n)
 {
-    enum { N = 8 / BITS, mask = (1 << BITS) - 1 };
+    enum { N = 4, in_byte = 8 / BITS / N, mask = (1 << BITS) - 1 };
     const bool fits = is_aligned(out);
     EACH (at, (n + N - 1) / N) {
-        const u32 packed = payload[at];
+        const u32 packed = (u32)payload[at / in_byte] << at % in_byte * (N * BITS);
         const i64 first = at * N;
         Run<f32, N> run;
         UNROLL for (int j = 0; j < N; ++j)

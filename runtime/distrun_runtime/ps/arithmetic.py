@@ -8,7 +8,7 @@ made in the order of ranks.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, cast
 
@@ -77,14 +77,15 @@ def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list
     known = values.layouts.get((id(shards), sizes))
     if known is not None and known.shards is shards:
         return known.runs, known.places
-    found, places = _laid_out(values, shards, sizes)
+    found, places = laid_out(values, shards, sizes)
     values.layouts[id(shards), sizes] = Layout(shards, found, places)
     while len(values.layouts) > LAYOUTS:
         del values.layouts[next(iter(values.layouts))]
     return found, places
 
 
-def _laid_out(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
+def laid_out(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
+    """Return the runs of shards whose elements are in arrays of these sizes, end to end, and where each run's are."""
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
@@ -394,13 +395,13 @@ def _update(
         if side != present:
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
-        steps += _steps_of(values, code, here, piece, weight=target, parts=addends)
+        steps += steps_of(values, code, here, piece, weight=target, parts=addends)
         if values.is_on_host:  # while they are in the processor's cache
-            _step_all(values, steps)
+            step_all(values, steps)
             steps = []
     if sums:
         values.device.sums(sums)
-    _step_all(values, steps)
+    step_all(values, steps)
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
@@ -411,7 +412,7 @@ def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
     return Dense(out, is_own=True)
 
 
-def _steps_of(
+def steps_of(
     values: Values, code: int, shards: Array, run: Run, *, weight: DeviceArray, parts: Sequence[DeviceArray]
 ) -> Iterator[tuple[Array, update.WeightStep]]:
     """Yield the rule's steps over neighbouring shards: one where they have as many updates and the same multipliers."""
@@ -434,7 +435,7 @@ def _steps_of(
         first, at = last, at + size
 
 
-def _step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) -> None:
+def step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) -> None:
     """Make the rule's steps of some shards."""
     if not steps:
         return
@@ -445,54 +446,6 @@ def _step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) 
     finally:
         for shards, item in steps:
             values.steps[shards] = cast(int, item.state["updates"])
-
-
-class FlatUpdate:
-    """An update of dense shards of one dtype that comes again and again: what follows from their places is kept.
-
-    The rule, if there is one, is flat, and stays in place. No reply reads the values.
-
-    Arguments:
-        sizes: elements of each array that has the shards' sums, end to end.
-    """
-
-    def __init__(self, values: Values, code: int, shards: Array, sizes: tuple[int, ...]) -> None:
-        self._values, self._code, self._shards = values, code, shards
-        self._found, self._places = _laid_out(values, shards, sizes)
-        self._steps: list[list[tuple[Array, update.WeightStep]]] = [[] for _ in self._found]
-        """Of each run, without sums."""
-
-    def __call__(self, sums: Iterable[DeviceArray]) -> None:
-        """Update the shards by their sums: flat arrays in the dtype or its work dtype, each taken in its turn."""
-        values, there, at, given = self._values, iter(sums), -1, None
-        arena = values.arenas[self._code]
-        steps: list[tuple[Array, update.WeightStep]] = []
-        for index, (number, begin, end) in enumerate(self._places):
-            while at < number:
-                at, given = at + 1, next(there)
-            part = cast(Any, given)[begin:end]
-            if values.rule is None:
-                run = self._found[index]
-                values.device.sum([part], arena.view(run.begin, run.end))
-                continue
-            steps += self._steps_by(index, part)
-            if values.is_on_host:  # while they are in the processor's cache
-                _step_all(values, steps)
-                steps = []
-        _step_all(values, steps)
-
-    def _steps_by(self, index: int, part: DeviceArray) -> Iterator[tuple[Array, update.WeightStep]]:
-        """Yield the steps over a run."""
-        values, run, known = self._values, self._found[index], self._steps[index]
-        if not known or any(set(values.steps[here].tolist()) != {step.state["updates"]} for here, step in known):
-            here, weight = self._shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
-            known = list(_steps_of(values, self._code, here, run, weight=weight, parts=()))
-            self._steps[index] = known
-        at = 0
-        for here, step in known:
-            end = at + len(step.weight)
-            yield here, step._replace(parts=[part[at:end]])
-            at = end
 
 
 def _alike(values: Values, shards: Array) -> Iterator[int]:
@@ -538,7 +491,7 @@ def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int
         dense = spread(given, int(values.store.length[shard]))
         weight = values.own(shard)
         code = int(values.store.dtype[shard])
-        _step_all(values, list(_steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
+        step_all(values, list(steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
         return None
     if shard not in values.state:
         values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))

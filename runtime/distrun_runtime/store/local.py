@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # Most processes use no GPU.
 
 
 MOST_UNCOUNTED = 64
-"""So many lists of keys are kept whose pushes are not among the counts yet."""
+"""So many lists of keys may have pushes that are not counted yet."""
 
 
 class LocalBackend(StoreBackend):
@@ -53,10 +53,10 @@ class LocalBackend(StoreBackend):
             self.reducer.prepares.append(self._weights.prepare)
         self._plans: Plans | None = None
         """Of calls with arrays on a GPU, once there was one."""
-        self._planned_pushes: Counter[Selection] = Counter()
-        """Not yet among the other counts: to count each key takes as long as all else."""
         self._counters = Counters()
-        self._pushes: Counter[Key] = Counter()
+        self._pushes: dict[Key, int] = defaultdict(int)
+        self._uncounted: dict[Selection, int] = defaultdict(int)
+        """Pushes of whole calls that are not among those yet: to count them key by key takes long."""
         self._recorder = trace.Recorder()
 
     # Data
@@ -73,7 +73,7 @@ class LocalBackend(StoreBackend):
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
-            first = len(self._weights.places)
+            first = len(self._weights.kept)
             records = [
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
@@ -96,7 +96,7 @@ class LocalBackend(StoreBackend):
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = devices.on_host(self._weights.places[record.key].array)[rows]
+                found = devices.on_host(self._weights.kept[record.key].array)[rows]
                 self._counters.bytes_out += found.nbytes
                 take(found)
 
@@ -132,9 +132,7 @@ class LocalBackend(StoreBackend):
                 error.__cause__ = err
                 return CompletedCall(what, error, self.lifetime.late)
             if given is not None:
-                self._planned_pushes[keys] += 1
-                if len(self._planned_pushes) > MOST_UNCOUNTED:
-                    self._count_planned()
+                self._note_push(keys, keys.size_bytes)
             if outs is not None:
                 self._counters.bytes_out += keys.size_bytes * (
                     len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
@@ -145,7 +143,10 @@ class LocalBackend(StoreBackend):
         """Do the work of a call and return its outcome."""
         what = f"{call} of {keys.named}"
         try:
-            with self._open(), self._recorder.span(call, "store", keys=keys.keys):
+            with (
+                self._open(),
+                self._recorder.span(call, "store", keys=keys.keys) if self._recorder.is_on else nullcontext(),
+            ):
                 work()
         # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
@@ -160,26 +161,32 @@ class LocalBackend(StoreBackend):
             yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
-        places = self._weights.places
+        kept = self._weights.kept
         for key, arrays in zip(keys.keys, outs, strict=True):
-            value = places[key].array
+            value = kept[key].array
             for out in arrays:
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
-        sizes = (value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
-        self._counters.bytes_in += sum(sizes) if keys.has_rows else keys.size_bytes
-        self._counters.updates += len(values)
-        self._pushes.update(keys.keys)
+        nbytes = keys.size_bytes
+        if keys.has_rows:
+            nbytes = sum(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
+        self._note_push(keys, nbytes)
 
-    def _count_planned(self) -> None:
-        for keys, times in self._planned_pushes.items():
-            self._counters.bytes_in += times * keys.size_bytes
-            self._counters.updates += times * len(keys.keys)
-            self._pushes.update(dict.fromkeys(keys.keys, times))
-        self._planned_pushes.clear()
+    def _note_push(self, keys: Selection, nbytes: int) -> None:
+        self._counters.bytes_in += nbytes
+        self._counters.updates += len(keys.keys)
+        self._uncounted[keys] += 1
+        if len(self._uncounted) > MOST_UNCOUNTED:
+            self._count_pushes()
+
+    def _count_pushes(self) -> None:
+        for keys, times in self._uncounted.items():
+            for key in keys.keys:
+                self._pushes[key] += times
+        self._uncounted.clear()
 
     # What a push does
 
@@ -238,14 +245,14 @@ class LocalBackend(StoreBackend):
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
-            self._count_planned()
-            keys = len(self._weights.places)
+            self._count_pushes()
+            keys = len(self._weights.kept)
             rounds = max(self._pushes.values(), default=0)
             facts = {"server": self.type, "host": platform.node(), "keys": keys, "pieces": keys, "rounds": rounds}
             return [{**facts, "queue": 0, **self._counters.to_json()}]
 
     @contextmanager
-    def _recording(self, folder: str) -> Iterator[None]:
+    def profile(self, folder: str) -> Iterator[None]:
         if self._recorder.is_on:
             raise KVError(f"this {self.type!r} store is being profiled already")
         trace.prepare(folder)
@@ -254,9 +261,6 @@ class LocalBackend(StoreBackend):
             yield
         finally:
             trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
-
-    def profile(self, folder: str) -> AbstractContextManager[None]:
-        return self._recording(folder)
 
     def num_dead(self, mask: int) -> int:
         return 0

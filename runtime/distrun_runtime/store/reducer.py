@@ -1,8 +1,7 @@
 """The sum of a worker's device values of each key, made by the host's threads or on one of the devices.
 
 Both give the same sums: from the first device to the last, 16-bit floats in float32. A sum for servers is rounded to
-the key's dtype, in which it is sent; a sum for this process stays float32. On which GPU a sum is made is decided by
-`place`.
+the key's dtype, in which it is sent; a sum for this process stays float32.
 
     Reducer         sums in host memory; what is on GPUs is copied there before
     DeviceReducer   sums where the values are; a distributed store then gets the sums in host memory
@@ -14,6 +13,7 @@ that has the fewest elements so far.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -74,16 +74,14 @@ class Reducer:
         return []
 
     def prepare(self, records: Iterable[KeyRecord]) -> None:
-        """Have ready what values of these keys need on GPUs that the program uses: no push waits for a compiler.
+        """Have ready what values of these keys need on GPUs: no push waits for a compiler.
 
-        Call it before they are initialised, in the thread whose call that is. Row-sparse keys need nothing.
+        These are the GPUs that the program uses, and those whose values come later. Call it before the keys are
+        initialised, in the thread whose call that is. Row-sparse keys need nothing.
 
         Raises:
             KVError: a kernel does not compile, or a GPU has failed; names a key. No store was changed.
         """
-
-    def know(self, records: Iterable[KeyRecord]) -> None:
-        """Take note of keys whose values will come."""
 
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
@@ -185,14 +183,6 @@ class DeviceReducer(Reducer):
         """Have ready what values of these keys need on GPUs that the program uses."""
         self._prepare(devices.in_use(), _by_dtype(records))
 
-    def know(self, records: Iterable[KeyRecord]) -> None:
-        """Take note of keys, for their placement together with the next sum."""
-        records = list(records)
-        with self._lock:
-            self._dtypes = {**_by_dtype(records), **self._dtypes}
-            for record in records:
-                self.gpus.sizes[record.key] = record.size
-
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
         for gpu in self.seen:
@@ -250,18 +240,22 @@ class DeviceReducer(Reducer):
     def _sums(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sums. Those that one GPU makes of values of one dtype lie end to end, made by one kernel."""
         result: list[Value] = []
-        together: dict[tuple[GpuDevice, DType, DType], list[int]] = {}
-        for number, (record, values) in enumerate(items):
-            # A single value is copied only if it is to be sent.
-            is_made = len(values) > 1 or self.compressor is None
-            gpu = self._gpu(record, values) if is_made else None
+        together: dict[tuple[GpuDevice, DType], list[int]] = {}
+        # A single value is copied only if it is to be sent.
+        gpus = [
+            [value.device for value in values if is_gpu_array(value)] if len(values) > 1 or self._is_shared else []
+            for _, values in items
+        ]
+        with self._lock:
+            places = self.gpus.choose([record for record, _ in items], gpus)
+        for number, ((record, values), gpu) in enumerate(zip(items, places, strict=True)):
             if gpu is not None and record.size:
-                together.setdefault((gpu, self._dtype(record), record.dtype), []).append(number)
+                together.setdefault((gpu, record.dtype), []).append(number)
             result.append(self._sum(record, values) if gpu is None else values[0])
-        for (gpu, dtype, _), numbers in together.items():
+        for (gpu, _), numbers in together.items():
             its = [items[number] for number in numbers]
             try:
-                bucket = gpu.empty((sum(record.size for record, _ in its),), dtype)
+                bucket = gpu.empty((sum(record.size for record, _ in its),), self._dtype(its[0][0]))
                 gpu.gather([cast("Sequence[Array]", values) for _, values in its], bucket)
             except KVError as err:
                 raise KVError(f"{named((record.key for record, _ in its))}: {err}") from err
@@ -270,15 +264,6 @@ class DeviceReducer(Reducer):
                 result[number] = cast(Any, bucket[at : at + record.size].reshape(record.shape))
                 at += record.size
         return result
-
-    def _gpu(self, record: KeyRecord, arrays: Sequence[Value]) -> GpuDevice | None:
-        """Return where a key is summed that has values on GPUs; None: it has none there."""
-        gpus = list(dict.fromkeys(array.device for array in arrays if is_gpu_array(array)))
-        if not gpus:
-            return None
-        with self._lock:
-            gpu: GpuDevice = self.gpus.device(record, gpus)
-        return gpu
 
     def _prepare_for(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Prepare the GPUs of these values, if they are new, for all keys that are known: only one push waits."""
@@ -302,54 +287,36 @@ class DeviceReducer(Reducer):
                 raise KVError(f"key {wanted[dtype]!r} ({name_of(dtype)}): {err}") from err
             with self._lock:
                 self._ready[gpu].add(dtype)
+        with self._lock:
+            self._dtypes = wanted
 
 
 class SumDevices:
-    """Which device each key's sum is made on, of the devices that had values so far. Threads: one at a time."""
+    """Which device each key's sum is made on. Threads: one at a time."""
 
     def __init__(self) -> None:
-        self.sizes: dict[Key, int] = {}
-        """Elements of all keys that are known."""
-        self.places: dict[Key, int] = {}
-        """Each key's device, by its place among `devices`, once that was asked for."""
-        self.devices: list[Any] = []
-        """In the order in which they came."""
+        self._places: dict[Key, Any] = {}
+        self._loads: dict[Any, int] = defaultdict(int)
+        """Elements of all keys that were given to a device."""
 
-    def device(self, record: KeyRecord, given: Sequence[Any]) -> Any:
-        """Return where a key's sum is made.
+    def choose(self, records: Sequence[KeyRecord], given: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return where each key's sum is made; None where no device has values.
+
+        Keys that are new come by size, the largest first, each to the device that has the fewest elements so far, of
+        equal ones to the first. They stay there as long as it has values of them.
 
         Arguments:
-            given: the devices that have values of it, at least one.
+            given: the devices that have values of each key.
         """
-        new = [device for device in given if device not in self.devices]
-        if new:
-            self.devices += new
-            self.places = {}  # A device more: all are placed again.
-        if record.key not in self.places:
-            self.sizes.setdefault(record.key, record.size)
-            self.places = place(self.sizes, len(self.devices), self.places)
-        number = self.places[record.key]
-        chosen = self.devices[number]
-        return chosen if chosen in given else given[number % len(given)]
-
-
-def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
-    """Return the device of each key: the largest first, each to the device with the fewest elements so far.
-
-    Arguments:
-        sizes: key to elements. Equal ones keep their order; of equal devices the first is taken.
-        devices: how many there are, at least 1.
-        before: where some of the keys are already; they stay.
-    """
-    places = dict(before or {})
-    load = [0] * devices
-    for key, device in places.items():
-        load[device] += sizes[key]
-    for key in sorted(sizes, key=lambda name: -sizes[name]):
-        if key not in places:
-            places[key] = load.index(min(load))
-            load[places[key]] += sizes[key]
-    return places
+        for record, its in sorted(zip(records, given, strict=True), key=lambda item: -item[0].size):
+            if its and record.key not in self._places:
+                chosen = self._places[record.key] = min(its, key=self._loads.__getitem__)
+                self._loads[chosen] += record.size
+        places = [self._places.get(record.key) for record in records]
+        return [
+            place if place in its else min(its, key=self._loads.__getitem__, default=None)
+            for place, its in zip(places, given, strict=True)
+        ]
 
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
@@ -361,18 +328,15 @@ def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     return result
 
 
-def end_to_end(arrays: Iterable[DeviceArray]) -> list[tuple[int, GpuArray]]:
-    """Return arrays of GPUs as flat ones: those that follow each other in memory as one, and how many each of these is."""
-    found: list[tuple[int, GpuArray]] = []
+def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:
+    """Return arrays of GPUs as flat ones; those that follow each other in memory are one."""
+    found: list[GpuArray] = []
     for array in arrays:
-        count, last = found[-1] if found else (0, None)
+        last = found[-1] if found else None
         if last is not None and array.memory is last.memory and array.begin == last.begin + last.nbytes:
-            found[-1] = (
-                count + 1,
-                type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype),
-            )
+            found[-1] = type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype)
         else:
-            found.append((1, array.reshape(-1)))
+            found.append(array.reshape(-1))
     return found
 
 
@@ -380,7 +344,7 @@ def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
     """Copy arrays of GPUs to host memory, one after the other; what lies end to end on its GPU, at once."""
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
     at = 0
-    for _, run in end_to_end(arrays):
+    for run in end_to_end(arrays):
         pairs.setdefault(run.device, []).append((run, out[at : at + run.size]))
         at += run.size
     for gpu, its in pairs.items():

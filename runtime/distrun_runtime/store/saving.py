@@ -147,8 +147,8 @@ def save_local(folder: str, kind: str, weights: Weights, residuals: Mapping[Key,
             files[name] = statefile.write(folder, part, name, arrays, host)
         manifest = {
             **{"format": statefile.FORMAT, "type": kind, "data": part, "keys": keys.to_json()},
-            **{"rule": weights.spec.to_json() if weights.spec and not weights.has_updater else None},
-            **{"workers": 1, "servers": 1, "rounds": [], "files": files},
+            **{"rule": weights.spec.to_json() if weights.spec else None, "workers": 1, "servers": 1},
+            **{"rounds": [], "files": files},
         }
         statefile.write_manifest(folder, manifest, host)
     except BaseException:
@@ -166,14 +166,14 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     folder = os.path.abspath(folder)
     manifest = statefile.read_manifest(folder, host)
     rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
-    present = None if weights.has_updater else weights.spec
+    present = weights.spec
     wrong = keys.differ_from(manifest["keys"])
     if not wrong and rule is not None and present is not None and rule.name != present.name:
         wrong = f"the states were saved under the rule {rule.name!r}, the store has {present.name!r}"
     if wrong:
         raise KVError(f"states in {folder}: {wrong}")
     saved = keys.saved_as(manifest["keys"])
-    fresh = None if rule is None or weights.spec is not None else (rule, weights.made(rule))
+    fresh = None if rule is None or weights.rule is not None else (rule, weights.made(rule))
     body = {"folder": folder, "host": host, "manifest": manifest, "numbers": saved}
     staged = statefile.stage(body, weights.saved(), weights.rule if fresh is None else fresh[1])
     residuals: dict[Key, Array] = {}
@@ -181,7 +181,7 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     if names and manifest["workers"] != 1:
         _warn_of_residuals(int(manifest["workers"]), names, "one")
     elif names:
-        mine = {old: (key, weights.places[key].record.size) for _, old, key in saved}
+        mine = {old: (key, weights.kept[key].record.size) for _, old, key in saved}
         residuals = statefile.read_residuals(folder, manifest["data"], statefile.worker_file(0), mine, host)
     if fresh is not None:
         weights.install(*fresh)
@@ -198,7 +198,7 @@ def _declared(weights: Weights) -> Keys:
                 **{"key": record.key, "shape": list(record.shape)},
                 **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
             }
-            for record, *_ in weights.places.values()
+            for record, *_ in weights.kept.values()
         ]
     )
     return keys

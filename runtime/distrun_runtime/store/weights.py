@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -16,10 +17,10 @@ from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.optimizers import PLAIN, RuleSpec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import scaled
-from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, new_state, prepare, update
+from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps import arithmetic, statefile
 from distrun_runtime.ps.shards import Store
@@ -33,69 +34,103 @@ if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
 
 COPIED_BYTES = 64 * 1024 * 1024
-"""Of sums that are scaled, or copied from another GPU, before their keys are updated."""
-JOINED_ELEMENTS = 1 << 14
+"""Of sums that are scaled, or copied to a GPU, before their keys are updated."""
+JOINED_ELEMENTS = 1 << 15
 """Sums of fewer elements are copied together, for one step over all of them."""
-PLANS = 4096
-"""So many calls are kept that were planned."""
 CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
+UPDATER = RuleSpec(rules.UPDATER, {})
+"""Stands for a function of the user's."""
+CALLS = 4096
+"""What was found out for so many calls is kept."""
 
 
-class Place(NamedTuple):
-    """Where the value of a key is."""
+class Kept(NamedTuple):
+    """A value, where it is."""
 
     record: KeyRecord
-    number: int
-    """From 0, in the order of `init`."""
     values: Values
     shard: int
     array: DeviceArray
-    """The value itself, in the user's shape."""
+    """Its elements, in the user's shape."""
 
 
-class _Group(NamedTuple):
-    """Keys of a call that are updated together: of one dtype, on one device."""
+class _PlannedStep(NamedTuple):
+    """A step over neighbouring shards, by a part of an array that has sums."""
 
-    values: Values
-    code: int
-    """Of the dtype, in messages."""
-    at: list[int]
-    """Their places in the call."""
+    number: int
+    """Of the array."""
+    begin: int
+    end: int
     shards: Array
-    joins: list[tuple[int, int]]
-    """First and last of those in the group whose sums are copied together; of keys in the host's memory."""
-    sizes: tuple[int, ...]
-    """Elements of each of these."""
-    updates: dict[tuple[int, int, tuple[int, ...]], arithmetic.FlatUpdate]
-    """For the first and last key, and the sizes of arrays that have their sums."""
-
-    def update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
-        """Update some of the keys by their sums, in arrays of these sizes."""
-        found = self.updates.get((first, last, sizes))
-        if found is None:
-            if len(self.updates) >= PLANS:
-                self.updates.clear()
-            found = arithmetic.FlatUpdate(self.values, self.code, self.shards[first:last], sizes)
-            self.updates[first, last, sizes] = found
-        found(sums)
+    step: WeightStep
+    """Without the part; of a store without a rule only the weight."""
 
 
-class _Plan(NamedTuple):
-    """How the keys of a call are updated."""
+class _Together:
+    """Keys of a call that are updated together: dense, of one dtype, on one device, by a flat rule or by none.
 
-    keys: Selection
-    alone: list[int]
-    """Places in the call of keys that go by themselves: rows, and rules that are not flat."""
-    groups: list[_Group]
+    Arguments:
+        code: of the dtype, in messages.
+        at: their places in the call.
+    """
+
+    def __init__(self, values: Values, code: int, at: list[int], shards: Array) -> None:
+        self.values, self.at = values, at
+        self._code, self._shards = code, shards
+        self._joins, self._sizes = _joins(values.store.length[shards])
+        self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
+        """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
+
+    def update(self, sums: Sequence[Any], scale: float) -> None:
+        """Update the keys by their sums, times `scale`."""
+        if not self.values.device.is_gpu:
+            self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
+            return
+        for first, last, some in _on_gpu(cast("GpuDevice", self.values.device), sums, scale):
+            found = end_to_end(some)
+            self._update(first, last, tuple(map(len, found)), found)
+
+    def _update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
+        """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
+        values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
+        shards = self._shards[first:last]
+        planned, counts = self._steps.get((first, last, sizes), ([], b""))
+        if values.steps[shards].tobytes() != counts:
+            planned = self._planned(shards, sizes)
+        steps: list[tuple[Array, WeightStep]] = []
+        for number, begin, end, here, (weight, _, state, knobs) in planned:
+            while at < number:
+                at, given = at + 1, next(there)
+            if values.rule is None:
+                values.device.sum([given[begin:end]], weight)
+                continue
+            steps.append((here, WeightStep(weight, (given[begin:end],), state, knobs)))
+            if values.is_on_host:  # while they are in the processor's cache
+                arithmetic.step_all(values, steps)
+                steps = []
+        arithmetic.step_all(values, steps)
+        self._steps[first, last, sizes] = planned, values.steps[shards].tobytes()
+
+    def _planned(self, shards: Array, sizes: tuple[int, ...]) -> list[_PlannedStep]:
+        values, planned = self.values, []
+        for run, (number, begin, _) in zip(*arithmetic.laid_out(values, shards, sizes), strict=True):
+            here, weight = shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
+            steps: Iterable[tuple[Array, WeightStep]] = [(here, WeightStep(weight, (), {}, PLAIN))]
+            if values.rule is not None:
+                steps = arithmetic.steps_of(values, self._code, here, run, weight=weight, parts=())
+            for some, step in steps:
+                planned.append(_PlannedStep(number, begin, begin + len(step.weight), some, step))
+                begin += len(step.weight)
+        return planned
 
 
 class Weights:
     """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
 
-    A value, and its state, is on a GPU from the first update by a sum that is on one. It comes back to host memory with
-    the first update that a kernel cannot make: by a sum in host memory, by rows, by a function or a rule of the user's,
-    or by a rule that needs more than the elements. The results are the same.
+    A value, and its state, is on a GPU from the first update by a sum that is on one. All come back to host memory when
+    they get a rule that no kernel can make: a function or a rule of the user's, or a rule that needs more than the
+    elements. The results are the same.
 
     Arguments:
         host: the device in host memory.
@@ -104,83 +139,82 @@ class Weights:
     """
 
     def __init__(self, host: Device) -> None:
-        self.places: dict[Key, Place] = {}
+        self.kept: dict[Key, Kept] = {}
+        """In the order of `init`."""
         self.spec: RuleSpec | None = None
-        """What updates the values: of a function of the user's, its name is `rules.UPDATER`."""
+        """Of the rule; None: a function of the user's, or nothing."""
         self.rule: rules.Rule | None = None
         self._host = host
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
-        self._plans: dict[int, _Plan] = {}
-        """By id of the keys; none when a value has moved, or the rule has changed."""
+        self._calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
         """While kernels are compiled, so that a rule and a GPU that come at the same time find each other."""
 
-    @property
-    def has_updater(self) -> bool:
-        """Whether a function of the user's updates the values."""
-        return self.spec is not None and self.spec.name == rules.UPDATER
-
     # Values
 
     def add(self, items: Sequence[tuple[KeyRecord, Value]]) -> None:
         """Keep copies of first values."""
-        for place, (_, value) in zip(self._enter(self._host, [record for record, _ in items]), items, strict=True):
-            copy(value.to_dense() if isinstance(value, RowSparse) else value, place.array)
-            self.places[place.record.key] = place
+        new = self._enter(self._on(self._host), [record for record, _ in items])
+        for each, (_, value) in zip(new, items, strict=True):
+            copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
+        self.kept.update((each.record.key, each) for each in new)
 
     def assign(self, key: Key, value: Array) -> None:
         """Overwrite a value; the rule's state goes on."""
-        place = self.places[key]
-        copy(value, place.array)
-        place.values.renew_master(place.shard)
+        kept = self.kept[key]
+        copy(value, kept.array)
+        kept.values.renew_master(kept.shard)
 
-    def _enter(self, device: Device, records: Sequence[KeyRecord]) -> list[Place]:
-        """Return places of keys on a device, next to each other and of undefined content if they are new there."""
-        values = self._values.get(device)
-        if values is None:
-            values = self._values[device] = Values(Store(0, 1), device, is_sent=False)
-            values.set_rule(self.rule, self.spec)
+    def _on(self, device: Device) -> Values:
+        """Return the arrays of a device."""
+        if device not in self._values:
+            self._values[device] = self._new(device)
+        return self._values[device]
+
+    def _new(self, device: Device) -> Values:
+        values = Values(Store(0, 1), device, is_sent=False)
+        values.set_rule(self.rule, self.spec or UPDATER)
+        return values
+
+    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Kept]:
+        """Return new values of undefined content, next to each other."""
         table, before = values.store, values.extent()
-        known = {record.key: place.number for record in records if (place := self.places.get(record.key))}
-        numbers = [known.get(record.key, len(self.places) + at) for at, record in enumerate(records)]
-        new = [(number, each) for number, each in zip(numbers, records, strict=True) if number not in table.by_key]
+        table.names.update((number, record.key) for number, record in enumerate(records, table.count))
         shards = table.add(
             Shard(0, 0, each.size, number, DTYPE_CODES[each.dtype], each.row_size if each.is_sparse else 0)
-            for number, each in new
+            for number, each in enumerate(records, table.count)
         )
         try:
-            table.names.update((number, each.key) for number, each in new)
             for code, its, _ in values.codes(shards):
                 values.place(its, code)
             return [
-                Place(record, number, values, shard, values.weight(shard).reshape(record.shape))
-                for record, number in zip(records, numbers, strict=True)
-                for shard in table.by_key[number]
+                Kept(record, values, shard, values.weight(shard).reshape(record.shape))
+                for record, shard in zip(records, shards.tolist(), strict=True)
             ]
         except BaseException:
             values.take_back(before, shards)
             table.take_back(shards)
             raise
 
-    def _move(self, device: Device, records: Sequence[KeyRecord]) -> None:
-        """Let values and their states be on a device: all of them, or none if that fails."""
-        old = [self.places[record.key] for record in records]
+    def _move(self, values: Values, records: Sequence[KeyRecord]) -> None:
+        """Let values and their states be among others: all of them, or none if that fails."""
+        old = [self.kept[record.key] for record in records]
         try:
-            new = self._enter(device, records)
+            new = self._enter(values, records)
             for there, here in zip(old, new, strict=True):
                 copy(there.array, here.array)
-                here.values.set_state(here.shard, there.values.state_of(there.shard))
+                values.set_state(here.shard, there.values.state_of(there.shard))
         except KVError as err:
             raise KVError(f"{named(record.key for record in records)}: {err}") from err
-        self.places.update((place.record.key, place) for place in new)
-        for place in old:
-            place.values.set_state(place.shard, None)
-        used = {place.values.device for place in self.places.values()}
-        self._values = {device: values for device, values in self._values.items() if device in used}
-        self._plans = {}
+        for there, here in zip(old, new, strict=True):
+            there.values.set_state(there.shard, None)
+            self.kept[here.record.key] = here
+        self._values = {each.values.device: each.values for each in self.kept.values()}
+        self._calls = {}
 
     # Updates
 
@@ -190,81 +224,64 @@ class Weights:
         Raises:
             KVError: a GPU has failed; names keys. Of these, none was updated or some were.
         """
-        if set(map(type, sums)) != {np.ndarray} or self._values.keys() != {self._host}:
-            self._settle(keys, sums)
-        plan = self._plan(keys)
-        for at in plan.alone:
-            self._update_alone(self.places[keys.keys[at]], sums[at], scale)
-        for group in plan.groups:
-            given: Sequence[Any] = sums if len(group.at) == len(sums) else [sums[at] for at in group.at]
-            if not group.values.device.is_gpu:
-                if self.rule is not None:
-                    group.update(0, len(given), group.sizes, _joined(given, group.joins, scale))
-                    continue
-                for at, value in zip(group.at, given, strict=True):
-                    array = self.places[keys.keys[at]].array
-                    np.copyto(array, narrow(value if scale == 1 else scaled(widen(value), scale), array.dtype))
-                continue
+        if set(map(type, sums)) != {np.ndarray}:
+            self._follow(keys, sums)
+        alone, together = self._calls.get(keys) or self._planned(keys)
+        for at in alone:
+            self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
+        for each in together:
             try:
-                for first, last, some in _on_gpu(cast("GpuDevice", group.values.device), given, scale):
-                    found = [whole for _, whole in end_to_end(some)]
-                    group.update(first, last, tuple(map(len, found)), found)
+                each.update(sums if len(each.at) == len(sums) else [sums[at] for at in each.at], scale)
             except KVError as err:
-                raise KVError(f"{named(keys.keys[at] for at in group.at)}: {err}") from err
+                raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
 
-    def _update_alone(self, place: Place, value: Value, scale: float) -> None:
-        flat, width = place.array.reshape(-1), place.record.row_size
+    def _update_alone(self, kept: Kept, value: Value, scale: float) -> None:
+        weight, rows = kept.array, value.rows if isinstance(value, RowSparse) else None
         given = value.values if isinstance(value, RowSparse) else on_host(value)
-        given = (given if scale == 1 else scaled(widen(given), scale)).reshape(-1)
-        rows = value.rows if isinstance(value, RowSparse) and width else None
-        if rows is not None:
-            flat, given = flat.reshape(-1, width), given.reshape(-1, width)
+        if scale != 1:
+            given = scaled(widen(given), scale)
         if self.rule is None:
-            flat[...] = np.zeros((), flat.dtype)
-            flat[slice(None) if rows is None else rows] = narrow(given, flat.dtype)
+            weight[...] = np.zeros((), weight.dtype)
+            weight[rows] = narrow(given, weight.dtype)
             return
-        state = place.values.state.get(place.shard)
+        if self.spec is not None:  # Rules see values flat, or as rows.
+            width = () if rows is None else (kept.record.row_size,)
+            weight = weight.reshape((len(weight) if width else -1, *width))
+            given = given.reshape((len(given) if width else -1, *width))
+        state = kept.values.state.get(kept.shard)
         if state is None:
-            state = place.values.state[place.shard] = new_state(self.rule, place.array.reshape(-1))
-        update(self.rule, flat, given, state, place.values.knobs_of(place.shard), rows=rows)
+            state = kept.values.state[kept.shard] = self.rule.new_state(kept.array.reshape(-1))
+        self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
-    def _plan(self, keys: Selection) -> _Plan:
-        plan = self._plans.get(id(keys))
-        if plan is not None and plan.keys is keys:
-            return plan
+    def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
-        places = [self.places[key] for key in keys.keys]
-        for at, place in enumerate(places):
-            code = DTYPE_CODES[place.record.dtype]
-            if place.record.is_sparse or not (self.rule is None or place.values.is_flat(code)):
+        every = [self.kept[key] for key in keys.keys]
+        for at, (record, values, _, _) in enumerate(every):
+            code = DTYPE_CODES[record.dtype]
+            if record.is_sparse or not (self.rule is None or values.is_flat(code)):
                 alone.append(at)
             else:
-                groups.setdefault((place.values.device, code), []).append(at)
-        plan = _Plan(keys, alone, [])
-        for (device, code), its in groups.items():
-            joins, sizes = _joins([places[at].record.size for at in its])
-            shards = np.array([places[at].shard for at in its])
-            plan.groups.append(_Group(self._values[device], code, its, shards, joins, sizes, {}))
-        if len(self._plans) >= PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[id(keys)] = plan
-        return plan
+                groups.setdefault((values.device, code), []).append(at)
+        together = [
+            _Together(every[its[0]].values, code, its, np.array([every[at].shard for at in its]))
+            for (_, code), its in groups.items()
+        ]
+        if len(self._calls) >= CALLS:
+            self._calls.clear()
+        self._calls[keys] = alone, together
+        return alone, together
 
-    def _settle(self, keys: Selection, sums: Sequence[Value]) -> None:
-        """Let each value be where it can take in its sum."""
-        may_fuse = self.rule is None or (any(map(is_gpu_array, sums)) and can_fuse(self.rule))
+    def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
+        """Let values be on the GPUs that have their sums, if kernels can update them there."""
         moves: dict[Device, list[KeyRecord]] = {}
         for record, value in zip(keys.records, sums, strict=True):
-            present = wanted = self.places[record.key].values.device
-            if not (may_fuse and is_gpu_array(value) and record.size) or record.is_sparse:
-                wanted = self._host
-            elif not present.is_gpu:
-                wanted = value.device
-            if wanted is not present:
-                moves.setdefault(wanted, []).append(record)
-        for device, records in moves.items():
-            self._move(device, records)
+            if not is_gpu_array(value) or record.is_sparse or self.kept[record.key].values.device.is_gpu:
+                continue
+            if self.rule is None or can_fuse(self.rule):
+                moves.setdefault(value.device, []).append(record)
+        for gpu, records in moves.items():
+            self._move(self._on(gpu), records)
 
     def planned(
         self,
@@ -281,19 +298,19 @@ class Weights:
             is_apart: no out shares memory with a part.
         """
         values = self._values.get(gpu)
-        if values is None or any(self.places[key].values is not values for key in keys.keys):
+        if values is None or any(self.kept[key].values is not values for key in keys.keys):
             return None
         if parts and self.rule is not None:
             # The kernels that are compiled take two parts.
-            shards = [self.places[key].shard for key in keys.keys]
+            shards = [self.kept[key].shard for key in keys.keys]
             if len(parts) > 2 or not can_fuse(self.rule) or (values.steps[shards] < 0).any():
                 return None
         return PlannedUpdate(self, keys, gpu, parts, outs, is_apart=is_apart)
 
     @property
     def layout(self) -> object:
-        """Another object whenever a value has moved, or the rule has changed."""
-        return self._plans
+        """Another object whenever a value has moved, or the rule has changed by more than its parameters."""
+        return self._calls
 
     # What updates
 
@@ -331,14 +348,14 @@ class Weights:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
             return
-        if not replace and self.spec is not None:
-            there = "an updater" if self.has_updater else rules.difference(self.spec, spec)
+        if not replace and self.rule is not None:
+            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
             raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
         self.install(spec, self.made(spec))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
-        if self.spec is None or self.has_updater:
+        if self.spec is None:
             raise KVError("this store has no rule to change; call set_optimizer first")
         spec = self.spec.changed(change)
         self.install(spec, self.made(spec))
@@ -346,14 +363,8 @@ class Weights:
     def set_updater(self, updater: Updater | None) -> None:
         """Put a function, or nothing, in place of what is there."""
         self.install(None, None)
-        if updater is None:
-            return
-
-        def call(key: Key, received: Array, stored: Array) -> None:
-            shape = self.places[key].record.shape
-            updater(key, received.reshape(shape), stored.reshape(shape))
-
-        self.install(RuleSpec(rules.UPDATER, {}), rules.UpdaterRule(call, {}))
+        if updater is not None:
+            self.install(None, rules.UpdaterRule(updater, {}))
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -363,7 +374,7 @@ class Weights:
         """
         # None: any module of the user's may be imported, as this is the user's own process.
         rule = rules.rule_of(spec, None)
-        self.check((place.record for place in self.places.values()), rule)
+        self.check((each.record for each in self.kept.values()), rule)
         return rule
 
     def install(self, spec: RuleSpec | None, rule: rules.Rule | None) -> None:
@@ -374,43 +385,39 @@ class Weights:
         """
         with self._preparing:
             self._compile(rule, self._kernels)
-            for values in list(self._values.values()):
-                if values.device.is_gpu and rule is not None:
-                    stays = can_fuse(rule) and (values.rule is None or values.keeps_state(rule))
-                    if not stays:
-                        its = [place.record for place in self.places.values() if place.values is values]
-                        self._move(self._host, its)
+            every = self._values.values() if rule is not None else ()
+            anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
+            on_gpus = [each for each in every if each.device.is_gpu]
+            if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
+                self._move(self._new(self._host), [each.record for each in self.kept.values()])
+            if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
+                self._calls = {}
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
-                values.set_rule(rule, spec)
-            self.spec, self.rule, self._plans = spec, rule, {}
+                values.set_rule(rule, spec or UPDATER)
+            self.spec, self.rule = spec, rule
 
     # Saved states
 
     def saved(self) -> list[statefile.Saved]:
         """Return each value as the one shard that a server would have of it: views of weights and states."""
         return [
-            statefile.Saved(
-                place.number,
-                0,
-                place.values.weight(place.shard),
-                None if self.has_updater else place.values.state_of(place.shard),
-            )
-            for place in self.places.values()
+            statefile.Saved(number, 0, each.values.weight(each.shard), each.values.state_of(each.shard))
+            for number, each in enumerate(self.kept.values())
         ]
 
     def restore(self, staged: Sequence[statefile.Staged | None]) -> None:
         """Put what was read for the `saved` shards in its place."""
         for values in self._values.values():
             values.staged = [None] * values.store.count
-        for place, read in zip(self.places.values(), staged, strict=True):
-            place.values.staged[place.shard] = read
+        for each, read in zip(self.kept.values(), staged, strict=True):
+            each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.places, self._values, self._plans, self.spec, self.rule = {}, {}, {}, None, None
+        self.kept, self._values, self._calls, self.spec, self.rule = {}, {}, {}, None, None
 
 
 class PlannedUpdate:
@@ -432,8 +439,8 @@ class PlannedUpdate:
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn, counts_of
 
-        self._weights, self._layout = weights, weights.layout
-        places = [weights.places[key] for key in keys.keys]
+        self._weights, self._layout, self._rule = weights, weights.layout, weights.rule
+        places = [weights.kept[key] for key in keys.keys]
         self._values, self._shards = places[0].values, np.array([place.shard for place in places])
         self._states: list[Any] = []
         """Of each value, if a rule makes a step."""
@@ -461,7 +468,7 @@ class PlannedUpdate:
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights.layout is not self._layout:
+        if self._weights.layout is not self._layout or self._weights.rule is not self._rule:
             return False
         return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
 
@@ -483,13 +490,12 @@ class PlannedUpdate:
             launch.run(counts)
 
 
-def _joins(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
-    sizes = np.array(lengths)
     ends = np.cumsum(sizes)
     is_long, chunk = sizes >= JOINED_ELEMENTS, (ends - sizes) // CHUNK
     first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
-    joins = list(zip(first, [*first[1:], len(lengths)], strict=True))
+    joins = list(zip(first, [*first[1:], len(sizes)], strict=True))
     return joins, tuple(np.add.reduceat(sizes, first).tolist())
 
 
@@ -505,7 +511,7 @@ def _joined(sums: Sequence[Array], joins: Sequence[tuple[int, int]], scale: floa
 
 def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
     """Yield runs of sums that are on GPUs, the first and last of each among all: on this one, and times a number."""
-    if scale == 1 and all(each.device is gpu for each in sums):
+    if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
         yield 0, len(sums), sums
         return
     copied = [total // COPIED_BYTES for total in itertools.accumulate(each.nbytes for each in sums)]

@@ -381,9 +381,8 @@ def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
             kv.set_optimizer(what.split(maxsplit=1)[0], **SIXTEEN[what])
         for grad, some in zip(grads, rows, strict=True):
             kv.push(["w", "v"], [[grad[part] for part in parts], [grad[part][:1] for part in parts]], scale=scale)
-            tables = [grad[part].reshape(100, 10) for part in parts]
-            its = [RowSparse(table[some[part]], some[part], (100, 10)) for table, part in zip(tables, parts)]
-            kv.push("e", its, scale=scale)
+            tables = [(grad[part].reshape(100, 10), some[part]) for part in parts]
+            kv.push("e", [RowSparse(table[its], its, table.shape) for table, its in tables], scale=scale)
         outs = [np.empty_like(first), np.empty_like(first[:1]), np.empty_like(first).reshape(100, 10)]
         kv.pull(["w", "v", "e"], outs)
         return [out.tobytes() for out in outs]

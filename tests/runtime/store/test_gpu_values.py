@@ -228,7 +228,6 @@ def test_a_list_from_one_gpu_is_summed_by_one_kernel_and_copied_to_the_stores_me
     given = [[values(shape, F32, 10 * n + k) for k in range(count)] for n, shape in enumerate(SHAPES)]
     records = [KeyRecord.of(n, n, each[0]) for n, each in enumerate(given)]
     items = [(r, [put(machine, "gpu:0", each) for each in its]) for r, its in zip(records, given, strict=True)]
-    reducer.know(records)
     reducer.reduce(items)
     made.clear()
     calls = machine.standin.calls
