@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from cudastandin import Mistake
 from gpukit import Machine, values
 from sums import add as add_to
 from sums import total as total_of
 
-from distrun_runtime.arrays.cuda import HostMemory, Pointer, Stream
+from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Read, Stream, Write
 from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn, counts_of
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.ops import compression, optimizers, update
 
@@ -371,6 +375,48 @@ def a_rule_steps_over_a_list(machine: Machine) -> None:
             check(device.host(each), expected)
 
 
+class Dropped:
+    """Memory of a program that is freed with the last reference."""
+
+    def __init__(self, cuda: Cuda, pointer: Pointer) -> None:
+        weakref.finalize(self, freed, cuda, pointer).atexit = False
+
+
+def freed(cuda: Cuda, pointer: Pointer) -> None:
+    with contextlib.suppress(Mistake):  # in a destructor it would only be printed: `finish` raises it
+        cuda.free(pointer)
+
+
+def calls_are_planned(machine: Machine) -> None:
+    """Kernels over memory of the program, between what it does before and after, as `arrays.plans` has them."""
+    device, order, borrowing = machine.gpus.get(0), machine.gpus.order, machine.gpus.borrowing
+    cuda, stream = order.cuda, order.cuda.stream(0)
+    sizes, keeper, out = [100, 7], borrowing.keeper, cuda.alloc(0, 428)
+    stored = [device.put(values((size,), F32, size)) for size in sizes]
+    write = device.sum_lists([TensorColumn.of(Read, stored)], [column(Write, out)], sizes, F32)
+    for turn in range(4):
+        given, numbers = cuda.alloc(0, 428), values((107,), F32, turn)
+        dropped = Dropped(cuda, given)
+        cuda.copy(given, HostMemory(address_of(numbers), 428), 428, stream)
+        cuda.fill(out, turn, 428, stream)
+        read = device.sum_lists([column(Read, given)], [TensorColumn.of(Write, stored)], sizes, F32)
+        caller = borrowing.caller(0, stream.handle)
+        keeper.collect()
+        order.begin_after(device.work, caller)
+        read.run(counts_of(1))
+        write.run(counts_of(1))
+        keeper.keep_until(order.end_before(device.work, caller), dropped)
+        del dropped
+    found = np.empty(107, F32)
+    cuda.copy(HostMemory(address_of(found), 428), out, 428, stream)
+    check(found, numbers)
+
+
+def column(use: Any, pointer: Pointer) -> TensorColumn:
+    """Return memory of a program as two tensors, of 100 and 7 elements."""
+    return TensorColumn(use, [pointer.address, pointer.address + 400], [400, 28])
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -389,6 +435,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         values_are_compressed,
         a_rule_steps_over_a_weight,
         a_rule_steps_over_a_list,
+        calls_are_planned,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

@@ -334,14 +334,16 @@ class Arena:
         self._sides.append({})
         return len(self._sides) - 1
 
-    def reserve(self, lengths: Array, at_pages: Array) -> Array:
+    def reserve(self, lengths: Array, at_pages: Array, multiple: int = 1) -> Array:
         """Return the positions of further values, next to each other and to those before them if there is room.
 
         Arguments:
             lengths: elements of each, int64 of shape (n,).
             at_pages: bool of shape (n,): which of them begin with a page of memory, so that a process that shares it
                 can map them by themselves.
+            multiple: of how many elements each position is one.
         """
+        lengths = -(-lengths // multiple) * multiple
         page = PAGE // self.dtype.itemsize
         offsets, used = _placed(self._used, lengths, at_pages, page)
         if not self._bases or used > self._sizes[-1]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, CudaError, HostMemory, Loaded, Pointer, Read, Table, Use, Write
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
 from distrun_runtime.arrays.gpu_memory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
 from distrun_runtime.arrays.gpu_programs import Program
@@ -38,8 +38,6 @@ RING_TURNS = 2
 """While one piece is added, the next is copied."""
 PIECE_BYTES = 16 * 1024 * 1024
 """Larger arrays are copied from and to page-locked memory in equal pieces of at most so many bytes."""
-ALIGNED = 16
-"""Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
 ADVICE = (
     "fix: create a 'local' store, whose sums and weights are in the host's memory; or push and pull fewer keys at once;"
     " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
@@ -726,7 +724,7 @@ class GpuDevice:
             arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
             program, used = gpu_programs.sums(half, kind), [*parts, listed.memory]
             self.launch(program, "sum_mixed", arguments, out.size, reads=used, writes=[out])
-        elif len(parts) > gpu_programs.FEW:
+        elif len(parts) > gpu_programs.ALONE:
             launch = self.sum_lists(columns, [TensorColumn.of(Write, [out])], [out.size], parts[0].dtype, out.dtype)
             launch.run(counts_of(len(parts)))
         else:

@@ -126,7 +126,9 @@ def _add(functions: list[tuple[Kernel, str]], name: str, parameters: Sequence[Ke
 # Sums
 
 FEW = 8
-"""Up to so many parts the number is compiled in, and the addresses are parameters."""
+"""Up to so many parts of each tensor of a list the number is compiled in: the addresses are read once."""
+ALONE = 2
+"""Up to so many parts of one array are parameters. More go as a list of one tensor: every kernel has to be compiled."""
 
 SUMS: tuple[tuple[str, str], ...] = (
     *((kind, kind) for kind in ("u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")),
@@ -143,7 +145,7 @@ def kind_of(dtype: DType) -> str:
 
 
 def sum_of(number: int) -> str:
-    """Return the name of the kernel that sums so many parts, at most `FEW`."""
+    """Return the name of the kernel that sums so many parts of one array, at most `ALONE`."""
     return f"sum{number}"
 
 
@@ -158,7 +160,7 @@ def sums(parts: str, out: str) -> Program:
 
     Elements are at multiples of their size. Parts are added from first to last, 16-bit floats in float32.
 
-        sum1(part0, out) ... sum8(part0, ..., part7, out)   `out` may be one of the parts; sum1 copies, or converts
+        sum1(part0, out), sum2(part0, part1, out)           `out` may be one of the parts; sum1 copies, or converts
         sum_mixed(parts, wide, out, number)                 16-bit floats, but part p of the table is float32 where
                                                             wide[p] is not 0
         sum_lists1(table, offsets, outs, tensors) ...       each of `tensors` tensors' sum, to each of `outs` arrays
@@ -182,8 +184,9 @@ def sums(parts: str, out: str) -> Program:
     add = partial(_add, functions)
     for k in range(1, FEW + 1):
         few, given = f"Few<{parts}, {k}>", [_reads(f"part{p}", parts) for p in range(k)]
-        listed = ", ".join(each.name for each in given)
-        add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
+        if k <= ALONE:
+            listed = ", ".join(each.name for each in given)
+            add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
         add(f"sum_lists{k}", [table, offsets, outs, tensors], f"sum_lists<{out}, {few}>(table, offsets, {k}, {rest}")
     many = f"Many<{parts}>"
     many_lists = f"sum_lists<{out}, {many}>(table, offsets, number, {rest}"

@@ -13,8 +13,18 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Arena, ArrayPlace, Device, DeviceArray, Run, copy, is_on_host, move, on_host
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.device import (
+    Arena,
+    ArrayPlace,
+    Device,
+    DeviceArray,
+    Run,
+    copy,
+    is_on_host,
+    move,
+    on_host,
+)
+from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -280,7 +290,9 @@ class Values:
         lengths = self.store.length[shards]
         # What may be one of several pieces of a value.
         is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
-        self.at[shards] = arena.reserve(lengths, is_large & self._is_sent)
+        # Kernels work best on values that begin as those of other libraries do.
+        multiple = ALIGNED if self.device.is_gpu and not self._is_sent else 1
+        self.at[shards] = arena.reserve(lengths, is_large & self._is_sent, multiple)
 
     def extent(self) -> Extent:
         """Return what `take_back` takes."""

@@ -8,7 +8,7 @@ import nvrtc
 import pytest
 
 from distrun_runtime.arrays import gpu_programs
-from distrun_runtime.arrays.gpu_programs import FEW, SUMS, Access, Kernel, KernelParameter, program
+from distrun_runtime.arrays.gpu_programs import ALONE, SUMS, Access, Kernel, KernelParameter, program
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
@@ -80,7 +80,7 @@ def test_the_options_keep_subnormal_numbers_and_round_each_operation() -> None:
 
 def test_an_array_of_more_elements_than_32_bits_count_is_indexed_with_64() -> None:
     _, assembly = nvrtc.compile(gpu_programs.sums("f32", "f32"), 80)
-    for k in (1, FEW):
+    for k in (1, ALONE):
         text = nvrtc.functions(assembly)[gpu_programs.sum_of(k)]
         assert ".param .u64 sum%d_param_%d" % (k, k + 1) in text
         assert not re.search(r"ld\.param\.[us]32", text)
