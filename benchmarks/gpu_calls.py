@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_calls.py            # on any machine, in a minute; no GPU is needed
     python benchmarks/gpu_calls.py --check    # exit code 1 if a goal is missed
+    python benchmarks/gpu_calls.py --counts   # the same without times
 
 The driver below `arrays.cuda` makes nothing: its calls cost next to nothing, and are counted. Tensors are those of a
 stand-in for torch that only has what a store asks for. A time is the least of several runs, divided by that of a plain
@@ -274,24 +275,28 @@ def loops(step: Step, work: Callable[[], object]) -> float:
     return min(seconds(work) / seconds(step.plain_loop) for _ in range(RUNS))
 
 
-def stores() -> Iterator[Found]:
+def stores(*, has_times: bool) -> Iterator[Found]:
     """Measure `device` stores."""
     for k, has_rule in ((2, True), (1, False), (4, False)):
         with machine() as driver:
             step = Step(driver, k, has_rule=has_rule)
             work = f"`device`: push and pull of the {len(MODEL)} tensors of ResNet-50, k = {k}" + ", sgd" * has_rule
             yield Found(work, "calls of the driver", step.calls(), 12)
+            if not has_times:
+                continue
             yield Found(work, "plain loops over its tensors", loops(step, step.make), 4 if has_rule else None)
             yield Found(work, "ms", 1e3 * min(seconds(step.make) for _ in range(RUNS)))
 
 
-def fresh_addresses() -> Iterator[Found]:
+def fresh_addresses(*, has_times: bool) -> Iterator[Found]:
     """Measure a store that is given other tensors in every step."""
     with machine() as driver:
         step = Step(driver, 2, has_rule=True)
         work = "`device`: the same, k = 2, sgd, at addresses that never repeat"
-        made = loops(step, step.make_anew) - loops(step, step.fresh)
-        yield Found(work, f"of the time before calls were planned ({made:.3g} plain loops)", made / BEFORE_PLANS, 1.2)
+        if has_times:
+            made = loops(step, step.make_anew) - loops(step, step.fresh)
+            what = f"of the time before calls were planned ({made:.3g} plain loops)"
+            yield Found(work, what, made / BEFORE_PLANS, 1.2)
         for _ in range(3 * CALLS):  # until whatever is kept at most is there
             step.make_anew()
         gc.collect()
@@ -357,7 +362,7 @@ class Round:
         return done.value
 
 
-def servers() -> Iterator[Found]:
+def servers(*, has_times: bool) -> Iterator[Found]:
     """Measure a server on a GPU."""
     for has_rule in (True, False):
         with machine() as driver:
@@ -366,28 +371,30 @@ def servers() -> Iterator[Found]:
                 one.make()
             work = f"a server's round of two workers, one message of {one.count} tensors each" + ", sgd" * has_rule
             yield Found(work, "calls of the driver", calls_of(driver, one.make), 24)
-            yield Found(work, "ms", 1e3 * min(seconds(one.make) for _ in range(RUNS)), 2)
+            if has_times:
+                yield Found(work, "ms", 1e3 * min(seconds(one.make) for _ in range(RUNS)), 2)
 
 
-def measured() -> Iterator[Found]:
+def measured(*, has_times: bool) -> Iterator[Found]:
     """Yield all rows."""
-    yield from stores()
-    yield from fresh_addresses()
-    yield from servers()
+    yield from stores(has_times=has_times)
+    yield from fresh_addresses(has_times=has_times)
+    yield from servers(has_times=has_times)
 
 
 def main() -> None:
     """Print each number with its goal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
+    parser.add_argument("--counts", action="store_true", help="the same for what is no time")
     options = parser.parse_args()
     found = []
-    for each in measured():
+    for each in measured(has_times=not options.counts):
         found.append(each)
         print(each, flush=True)
     missed: Sequence[Found] = [each for each in found if each.is_missed]
     print(f"{len(missed)} of {sum(each.goal is not None for each in found)} goals missed")
-    sys.exit(1 if options.check and missed else 0)
+    sys.exit(1 if (options.check or options.counts) and missed else 0)
 
 
 if __name__ == "__main__":
