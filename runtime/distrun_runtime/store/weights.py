@@ -40,8 +40,8 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS = 4096
-"""What was found out for so many calls is kept."""
+CALLS, PLANS = 4096, 64
+"""What was found out for so many calls is kept, and for so many layouts of the sums of each."""
 
 
 class Stored(NamedTuple):
@@ -89,6 +89,8 @@ class _Together:
         shards = self._shards[first:last]
         planned, counts = self._steps.get((first, last, sizes), ([], b""))
         if values.steps[shards].tobytes() != counts:
+            if len(self._steps) >= PLANS:
+                self._steps.clear()
             planned = self._planned(shards, sizes)
         steps: list[tuple[Array, WeightStep]] = []
         for number, begin, end, here, (weight, _, state, knobs) in planned:
@@ -249,6 +251,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
+        """Return what `_calls` keeps of a call."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
