@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime import kvstore
@@ -58,28 +58,48 @@ class ByKey:
         self.rule.step(weight, total, state, Knobs(self.multipliers.get(key, 1.0), key=key))
 
 
-STEP = st.one_of(
-    st.tuples(
-        st.just("push"),
-        st.lists(st.integers(0, len(SIZES) - 1), min_size=1, unique=True).map(tuple),
-        st.integers(1, 3),
-        st.sampled_from([1.0, 0.3]),
-    ),
-    st.tuples(st.just("rule"), st.integers(0, len(RULES_OF_CALLS) - 1), st.none(), st.none()),
-    st.tuples(st.just("multiplier"), st.integers(0, len(SIZES) - 1), st.sampled_from([0.5, 1.0]), st.none()),
-    st.tuples(st.just("assign"), st.integers(0, len(SIZES) - 1), st.none(), st.none()),
+PUSH = st.tuples(
+    st.just("push"),
+    st.sampled_from([tuple(range(9)), (3, 4), (3,), (8, 5, 2, 1), (4, 6)]),
+    st.integers(1, 3),
+    st.sampled_from([1.0, 0.3]),
 )
+RULE = st.tuples(st.just("rule"), st.integers(0, len(RULES_OF_CALLS) - 1), st.none(), st.none())
+CHANGE = st.one_of(
+    RULE,
+    st.tuples(st.just("multiplier"), st.sampled_from([1, 3, 4]), st.sampled_from([0.5, 1.0]), st.none()),
+    st.tuples(st.just("assign"), st.sampled_from([1, 3, 4]), st.none(), st.none()),
+)
+STEPS = st.tuples(st.one_of(PUSH, RULE, RULE), PUSH, st.lists(st.one_of(PUSH, PUSH, CHANGE), min_size=4, max_size=12))
+ALL = ("push", tuple(range(9)), 2, 1.0)
+LIMITS = st.tuples(st.sampled_from([2, 50, 1000]), st.sampled_from([8, 1000]), st.sampled_from([16, 1000]))
+
+
+def rule(number: int) -> tuple[Any, ...]:
+    return ("rule", number, None, None)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(STEP, min_size=2, max_size=14), st.lists(st.sampled_from(DTYPES), min_size=9, max_size=9), st.data())
-def test_any_calls_have_the_bytes_of_steps_key_by_key(steps: list[Any], kinds: list[str], data: Any) -> None:
+@given(
+    STEPS.map(lambda drawn: [*drawn[:2], *drawn[2]]),
+    st.lists(st.sampled_from(DTYPES), min_size=9, max_size=9),
+    st.sampled_from(["local", "device"]),
+    LIMITS,
+)
+@example([rule(0), ALL, rule(2), ALL, rule(1), ALL, ALL], ["float32"] * 9, "local", (50, 8, 16))
+@example([rule(0), ALL, ("multiplier", 3, 0.5, None), ALL, ALL], ["float32"] * 9, "local", (50, 1000, 1000))
+@example([rule(3), ALL, ("push", (3, 4), 1, 0.3), ALL], ["float32"] * 9, "local", (50, 1000, 1000))
+@example([rule(3), ALL, ("assign", 3, None, None), ALL], ["float16"] * 9, "local", (50, 1000, 1000))
+def test_any_calls_have_the_bytes_of_steps_key_by_key(
+    steps: list[Any], kinds: list[str], type_name: str, limits: tuple[int, int, int]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "JOINED_ELEMENTS", data.draw(st.sampled_from([2, 50, 1000])))
-        patch.setattr(weights, "CHUNK", data.draw(st.sampled_from([8, 1000])))
-        patch.setattr(update, "CHUNK", data.draw(st.sampled_from([16, 1000])))
+        for (module, name), limit in zip(
+            [(weights, "JOINED_ELEMENTS"), (weights, "CHUNK"), (update, "CHUNK")], limits, strict=True
+        ):
+            patch.setattr(module, name, limit)
         first = {key: values(size, kinds[key], key) for key, size in enumerate(SIZES)}
-        other, kv = ByKey(first), kvstore.create(data.draw(st.sampled_from(["local", "device"])))
+        other, kv = ByKey(first), kvstore.create(type_name)
         kv.init(list(first), list(first.values()))
         for turn, (what, which, count, scale) in enumerate(steps):
             if what == "push":
