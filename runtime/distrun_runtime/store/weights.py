@@ -65,17 +65,24 @@ class _Together:
     Arguments:
         code: of the dtype, in messages.
         at: their places in the call.
+        stored: the values of all keys of the call.
     """
 
-    def __init__(self, values: Values, code: int, at: list[int], shards: Array) -> None:
-        self.values, self.at = values, at
-        self._code, self._shards = code, shards
+    def __init__(self, code: int, at: list[int], stored: Sequence[Stored]) -> None:
+        self.values = values = stored[at[0]].values
+        self.at, self._code = at, code
+        self._arrays = [stored[each].array for each in at]
+        self._shards = shards = np.array([stored[each].shard for each in at])
         self._joins, self._sizes = _joins(values.store.length[shards])
         self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
         """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
+        if not self.values.device.is_gpu and self.values.rule is None:
+            for array, total in zip(self._arrays, sums, strict=True):
+                np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
+            return
         if not self.values.device.is_gpu:
             self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
             return
@@ -261,10 +268,7 @@ class Weights:
                 alone.append(at)
             else:
                 groups.setdefault((values.device, code), []).append(at)
-        together = [
-            _Together(every[its[0]].values, code, its, np.array([every[at].shard for at in its]))
-            for (_, code), its in groups.items()
-        ]
+        together = [_Together(code, its, every) for (_, code), its in groups.items()]
         if len(self._calls) >= CALLS:
             self._calls.clear()
         self._calls[keys] = alone, together
