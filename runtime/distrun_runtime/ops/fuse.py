@@ -64,7 +64,7 @@ class StateArray:
     """Whether it starts as a copy of the weight, widened; otherwise it starts as zeros."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusedStep:
     """What to launch for one step of a weight, or of any run of its elements."""
 

@@ -246,6 +246,11 @@ class _SameStep:
     """For each array of the kernel one column a weight; what the kernel does with them is not said."""
 
 
+_Launch = Tuple[Callable[..., None], List[_SameStep], "FusedStep"]
+"""What launches a kernel, for which weights, and the step."""
+MOST_STEPS = 16
+
+
 class GpuSteps:
     """Steps of different weights on GPUs, which can be made again and again.
 
@@ -266,7 +271,9 @@ class GpuSteps:
 
         self._rule = rule
         self._alike: Dict[Tuple[object, ...], _SameStep] = {}
-        self._launches: Dict[object, Callable[..., None]] = {}
+        self._launches: Dict[Tuple[FusedStep, ...], List[_Launch]] = {}
+        """By the steps of all that are alike: with most rules the same ones again and again."""
+        self._by_kernel: Dict[object, Callable[..., None]] = {}
         for number, item in enumerate(items):
             weight, state = item.weight, item.state
             arrays: Dict[str, Any] = {WEIGHT: weight}
@@ -294,22 +301,32 @@ class GpuSteps:
 
     def make(self) -> None:
         """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
-        same: Dict[Tuple[object, ...], List[Tuple[_SameStep, FusedStep, int]]] = {}
-        for alike in self._alike.values():
-            counted: State = {"updates": alike.updates}
-            made = alike.fused.step(self._rule.rates(counted, alike.knobs))
-            what: Tuple[object, ...] = ()
-            if len(self._alike) > 1:
-                what = (alike.device, made.kernel.name, *[scalar.tobytes() for scalar in made.scalars])
-            same.setdefault(what, []).append((alike, made, cast(int, counted["updates"])))
-        for some in same.values():
-            made, key = some[0][1], (some[0][1].kernel.name, tuple(id(alike) for alike, _, _ in some))
-            launch = self._launches.get(key)
-            if launch is None:
-                launch = self._launches[key] = _launch_of(made, [alike for alike, _, _ in some])
-            launch(made.scalars)
-            for alike, _, updates in some:
-                alike.updates = updates
+        made = [
+            (alike, alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs)))
+            for alike in self._alike.values()
+        ]
+        steps = tuple([step for _, step in made])
+        launches = self._launches.get(steps)
+        if launches is None:
+            same: Dict[Tuple[object, ...], List[Tuple[_SameStep, FusedStep]]] = {}
+            for alike, step in made:
+                numbers = [scalar.tobytes() for scalar in step.scalars]
+                same.setdefault((alike.device, step.kernel.name, *numbers), []).append((alike, step))
+            if len(self._launches) >= MOST_STEPS:
+                self._launches.clear()
+            launches = self._launches[steps] = [self._launch(some) for some in same.values()]
+        for launch, some, step in launches:
+            launch(step.scalars)
+            for alike in some:
+                alike.updates += 1
+
+    def _launch(self, some: Sequence[Tuple[_SameStep, FusedStep]]) -> _Launch:
+        """Return what makes the step of weights that take the same one; their table is made once for a kernel."""
+        its, step = [alike for alike, _ in some], some[0][1]
+        key = step.kernel.name, tuple(map(id, its))
+        if key not in self._by_kernel:
+            self._by_kernel[key] = _launch_of(step, its)
+        return self._by_kernel[key], its, step
 
     def count(self) -> None:
         """Say in the states how many updates the weights have had."""

@@ -581,12 +581,12 @@ class Values:
         assert self.rule is not None
         if rule.name != self.rule.name or self.state or self.store.row_size[: self.store.count].any():
             return False
+        is_stepped = bool((self.steps >= 0).any())
         for code in self.arenas:
             if not self.is_flat(code) or not update.is_flat(rule, DTYPES[code]):
                 return False
-            present = self.flat_state.get(code, {})
             state = rule.new_state(np.zeros((1,), DTYPES[code]))
-            if present and set(present) != {name for name in state if name != "updates"}:
+            if is_stepped and {"updates", *self.flat_state.get(code, {})} != set(state):
                 return False
         return True
 

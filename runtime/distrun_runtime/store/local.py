@@ -19,9 +19,9 @@ from distrun_runtime.ps import trace
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord
+from distrun_runtime.store.keys import Key, KeyRecord, on_devices
 from distrun_runtime.store.pending import CompletedCall, Pending
-from distrun_runtime.store.reducer import DeviceReducer, reducer_for
+from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.values import RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
@@ -46,11 +46,11 @@ class LocalBackend(StoreBackend):
 
     def __init__(self, type_name: str = "local") -> None:
         self.lifetime = Lifetime(type_name)
-        self.reducer = reducer_for(type_name)
+        self._compressor = Compressor()
+        self.reducer = reducer_for(type_name, compressor=self._compressor)
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights(self.reducer.host)
-        if isinstance(self.reducer, DeviceReducer):
-            self.reducer.prepares.append(self._weights.prepare)
+        self.reducer.prepares.append(self._weights.prepare)
         self._plans: Plans | None = None
         """Of calls with arrays on a GPU, once there was one."""
         self._counters = Counters()
@@ -78,7 +78,6 @@ class LocalBackend(StoreBackend):
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
-            self._weights.check(records)
             self._weights.add([(record, value) for record, (_, value) in zip(records, items, strict=True)])
             return records
 
@@ -88,10 +87,10 @@ class LocalBackend(StoreBackend):
                 self._weights.assign(record.key, value)
 
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
-        return self._made("push", keys, lambda: self._update(keys, values, call.scale))
+        return self._made("push", keys, partial(self._update, keys, values, call.scale))
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
-        return self._made("pull", keys, lambda: self._write(keys, outs))
+        return self._made("pull", keys, partial(self._write, keys, outs))
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
@@ -105,16 +104,13 @@ class LocalBackend(StoreBackend):
     def pushpull(
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
-        def work() -> None:
-            self._update(keys, values, call.scale)
-            self._write(keys, outs)
-
-        return self._made("pushpull", keys, work)
+        update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
+        return self._made("pushpull", keys, update, write)
 
     def planned(
         self, keys: Selection, given: Sequence[object] | None, outs: Sequence[object] | None, call: str
     ) -> Pending | None:
-        if keys.has_rows or self.compresses or self._recorder.is_on or not isinstance(self.reducer, DeviceReducer):
+        if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
             return None
         what = f"{call} of {keys.named}"
         with self._lock:
@@ -139,15 +135,15 @@ class LocalBackend(StoreBackend):
                 )
         return CompletedCall(what)
 
-    def _made(self, call: str, keys: Selection, work: Callable[[], None]) -> Pending:
+    def _made(self, call: str, keys: Selection, *work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
         what = f"{call} of {keys.named}"
         try:
-            with (
-                self._open(),
-                self._recorder.span(call, "store", keys=keys.keys) if self._recorder.is_on else nullcontext(),
-            ):
-                work()
+            recorder = self._recorder
+            span = recorder.span(call, "store", keys=keys.keys) if recorder.is_on else nullcontext()
+            with self._open(), span:
+                for each in work:
+                    each()
         # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
             return CompletedCall(what, err, self.lifetime.late)
@@ -203,25 +199,20 @@ class LocalBackend(StoreBackend):
             self._weights.set_updater(updater)
 
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:
-        compressor = self._compressor()
-        if compressor is None:
+        if not on_devices(self.type):
             raise KVError(
                 f"a {self.type!r} store sends nothing that could be compressed; 'device' compresses what devices send"
             )
         if setting.two_way:
             raise KVError(f"a {self.type!r} store compresses one way only: two_way is for stores on servers")
-        compressor.set(setting, keys)
+        self._compressor.set(setting, keys)
 
     @property
     def compresses(self) -> bool:
-        compressor = self._compressor()
-        return compressor is not None and compressor.is_on
+        return self._compressor.is_on
 
     def check(self, items: list[Contribution]) -> None:
         self.reducer.check(items)
-
-    def _compressor(self) -> Compressor | None:
-        return self.reducer.compressor if isinstance(self.reducer, DeviceReducer) else None
 
     # States and facts
 
@@ -229,19 +220,15 @@ class LocalBackend(StoreBackend):
         # Imported here, as below: most scripts never save.
         from distrun_runtime.store import saving
 
-        compressor = self._compressor()
         with self._open():
-            residuals = compressor.residuals() if compressor else {}
-            saving.save_local(folder, self.type, self._weights, residuals)
+            saving.save_local(folder, self.type, self._weights, self._compressor.residuals())
 
     def load(self, folder: str) -> None:
         from distrun_runtime.store import saving
 
-        compressor = self._compressor()
         with self._open():
             residuals = saving.load_local(folder, self._weights)
-            if compressor is not None:
-                compressor.restore(residuals)
+            self._compressor.restore(residuals if on_devices(self.type) else {})
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -280,16 +267,13 @@ class LocalBackend(StoreBackend):
         with self._lock:
             self._weights.clear()
             self._plans = None
-        compressor = self._compressor()
-        if compressor is not None:
-            compressor.clear()
+        self._compressor.clear()
         self.reducer.trim()
 
     def abort(self, error: BaseException) -> None:
         self.close()
 
-    def give_up(self, error: BaseException) -> None:
-        self.close()
+    give_up = abort
 
     def companion(self) -> StoreBackend:
         """Raise KVError: a local store is not shared."""

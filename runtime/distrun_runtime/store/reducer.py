@@ -37,17 +37,17 @@ Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""
 
 
-def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | None = None) -> Reducer:
+def reducer_for(type_name: str, memory: Memory = np.empty, compressor: Compressor | None = None) -> Reducer:
     """Return the reducer of a kind of store, set up by the environment.
 
     Arguments:
         memory: makes the arrays that values of GPUs are copied to.
-        sender: compresses what a store sends to servers.
+        compressor: the store's.
     """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
     if not on_devices(type_name):
         return Reducer(threads, memory, is_shared=is_dist(type_name))
-    return DeviceReducer(threads, memory, sender, is_shared=is_dist(type_name))
+    return DeviceReducer(threads, memory, compressor, is_shared=is_dist(type_name))
 
 
 def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
@@ -67,6 +67,8 @@ class Reducer:
         """The device in host memory on which sums are made."""
         self._memory = memory
         self._is_shared = is_shared
+        self.prepares: list[Callable[[GpuDevice, DType], None]] = []
+        """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
 
     @property
     def seen(self) -> list[GpuDevice]:
@@ -145,28 +147,24 @@ class DeviceReducer(Reducer):
 
     Arguments:
         sender: compresses sums for servers, where they were made.
-        is_shared: whether the sums are for servers. If so they are in host memory, but for those that `sender` will
-            compress; else they are where they were made, and this is where contributions are compressed.
+        compressor: compresses sums for servers, where they were made; for this process each device's contribution.
+        is_shared: whether the sums are for servers. If so they are in host memory, but for those that will be
+            compressed; else they are where they were made.
     """
 
     def __init__(
         self,
         threads: Threads,
         memory: Memory = np.empty,
-        sender: Compressor | None = None,
+        compressor: Compressor | None = None,
         *,
         is_shared: bool = True,
     ) -> None:
         super().__init__(threads, memory, is_shared=is_shared)
-        self._sender = sender
-        self.compressor = None if is_shared else Compressor()
+        self._compressor = compressor or Compressor()
+        self.prepares.append(self._compressor.prepare)
         self.gpus = SumDevices()
         """Where sums are made of values that are on GPUs."""
-        self.prepares: list[Callable[[GpuDevice, DType], None]] = []
-        """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
-        for each in (sender, self.compressor):
-            if each is not None:
-                self.prepares.append(each.prepare)
         self._dtypes: dict[DType, Key] = {}
         """Of all keys that are known; the first one of each."""
         self._ready: dict[GpuDevice, set[DType]] = {}
@@ -196,20 +194,20 @@ class DeviceReducer(Reducer):
         residuals of contributions that were compressed before have what their payloads left out, and what these
         carried is lost.
         """
-        if self.compressor is None:
-            self._prepare_for(items)
+        self._prepare_for(items)
+        if self._is_shared:
             return self._for_servers(items)
         self.check(items)  # All of them, before any residual changes.
         return self._sums([(record, self._compressed(record, values)) for record, values in items])
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
-        if self.compressor is None:
+        if self._is_shared or not self._compressor.is_on:
             return
         self._prepare_for(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
-            self.compressor.check_all(
+            self._compressor.check_all(
                 (record, value.reshape(-1), device)
                 for record, values in items
                 for device, value in enumerate(values)
@@ -218,20 +216,21 @@ class DeviceReducer(Reducer):
 
     def _for_servers(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return sums in host memory, but for those on GPUs that are compressed there."""
-        sums, sender = self._sums(items), self._sender
-        if sender is None or not sender.is_on:
+        sums = self._sums(items)
+        if not self._compressor.is_on:
             return self._on_host(sums)
-        stay = [is_gpu_array(total) and sender.of(record) for (record, _), total in zip(items, sums, strict=True)]
+        stay = [
+            is_gpu_array(total) and self._compressor.of(record) for (record, _), total in zip(items, sums, strict=True)
+        ]
         there = iter(self._on_host([total for total, stays in zip(sums, stay, strict=True) if not stays]))
         return [total if stays else next(there) for total, stays in zip(sums, stay, strict=True)]
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
-        assert self.compressor is not None
-        if self.compressor.of(record) is None:
+        if self._compressor.of(record) is None:
             return values
         with self._lock:
             return [
-                self.compressor.through(record, value.reshape(-1), device).reshape(record.shape)
+                self._compressor.through(record, value.reshape(-1), device).reshape(record.shape)
                 if not isinstance(value, RowSparse)
                 else value
                 for device, value in enumerate(values)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -192,13 +191,5 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
 def _declared(weights: Weights) -> Keys:
     """Return the keys as workers would have declared them to a scheduler."""
     keys = Keys()
-    keys.declare(
-        [
-            {
-                **{"key": record.key, "shape": list(record.shape)},
-                **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
-            }
-            for record, *_ in weights.kept.values()
-        ]
-    )
+    keys.declare([each.record.to_json() for each in weights.kept.values()])
     return keys

@@ -18,7 +18,6 @@ from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtyp
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import PLAIN, RuleSpec
-from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import scaled
 from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
@@ -41,11 +40,11 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS = 4096
-"""What was found out for so many calls is kept."""
+CALLS, PLANS = 4096, 64
+"""What was found out for so many calls is kept, and for so many layouts of the sums of each."""
 
 
-class Kept(NamedTuple):
+class Stored(NamedTuple):
     """A value, where it is."""
 
     record: KeyRecord
@@ -55,16 +54,9 @@ class Kept(NamedTuple):
     """Its elements, in the user's shape."""
 
 
-class _PlannedStep(NamedTuple):
-    """A step over neighbouring shards, by a part of an array that has sums."""
-
-    number: int
-    """Of the array."""
-    begin: int
-    end: int
-    shards: Array
-    step: WeightStep
-    """Without the part; of a store without a rule only the weight."""
+_PlannedStep = tuple[int, int, int, Array, WeightStep]
+"""A step by a part of an array that has sums: its number, first and last element, the shards, and what steps. This is
+without the part, and of a store without a rule only the weight."""
 
 
 class _Together:
@@ -73,17 +65,24 @@ class _Together:
     Arguments:
         code: of the dtype, in messages.
         at: their places in the call.
+        stored: the values of all keys of the call.
     """
 
-    def __init__(self, values: Values, code: int, at: list[int], shards: Array) -> None:
-        self.values, self.at = values, at
-        self._code, self._shards = code, shards
+    def __init__(self, code: int, at: list[int], stored: Sequence[Stored]) -> None:
+        self.values = values = stored[at[0]].values
+        self.at, self._code = at, code
+        self._arrays = [stored[each].array for each in at]
+        self._shards = shards = np.array([stored[each].shard for each in at])
         self._joins, self._sizes = _joins(values.store.length[shards])
         self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
         """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
+        if not self.values.device.is_gpu and self.values.rule is None:
+            for array, total in zip(self._arrays, sums, strict=True):
+                np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
+            return
         if not self.values.device.is_gpu:
             self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
             return
@@ -97,6 +96,8 @@ class _Together:
         shards = self._shards[first:last]
         planned, counts = self._steps.get((first, last, sizes), ([], b""))
         if values.steps[shards].tobytes() != counts:
+            if len(self._steps) >= PLANS:
+                self._steps.clear()
             planned = self._planned(shards, sizes)
         steps: list[tuple[Array, WeightStep]] = []
         for number, begin, end, here, (weight, _, state, knobs) in planned:
@@ -113,14 +114,14 @@ class _Together:
         self._steps[first, last, sizes] = planned, values.steps[shards].tobytes()
 
     def _planned(self, shards: Array, sizes: tuple[int, ...]) -> list[_PlannedStep]:
-        values, planned = self.values, []
+        values, planned = self.values, list[_PlannedStep]()
         for run, (number, begin, _) in zip(*arithmetic.laid_out(values, shards, sizes), strict=True):
             here, weight = shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
             steps: Iterable[tuple[Array, WeightStep]] = [(here, WeightStep(weight, (), {}, PLAIN))]
             if values.rule is not None:
                 steps = arithmetic.steps_of(values, self._code, here, run, weight=weight, parts=())
             for some, step in steps:
-                planned.append(_PlannedStep(number, begin, begin + len(step.weight), some, step))
+                planned.append((number, begin, begin + len(step.weight), some, step))
                 begin += len(step.weight)
         return planned
 
@@ -139,7 +140,7 @@ class Weights:
     """
 
     def __init__(self, host: Device) -> None:
-        self.kept: dict[Key, Kept] = {}
+        self.kept: dict[Key, Stored] = {}
         """In the order of `init`."""
         self.spec: RuleSpec | None = None
         """Of the rule; None: a function of the user's, or nothing."""
@@ -157,7 +158,13 @@ class Weights:
     # Values
 
     def add(self, items: Sequence[tuple[KeyRecord, Value]]) -> None:
-        """Keep copies of first values."""
+        """Keep copies of first values.
+
+        Raises:
+            KVError: the rule does not take one; the key is named.
+        """
+        if self.rule is not None:
+            rules.check_keys(self.rule, ((record.key, record.dtype) for record, _ in items))
         new = self._enter(self._on(self._host), [record for record, _ in items])
         for each, (_, value) in zip(new, items, strict=True):
             copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
@@ -180,19 +187,16 @@ class Weights:
         values.set_rule(self.rule, self.spec or UPDATER)
         return values
 
-    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Kept]:
+    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Stored]:
         """Return new values of undefined content, next to each other."""
         table, before = values.store, values.extent()
         table.names.update((number, record.key) for number, record in enumerate(records, table.count))
-        shards = table.add(
-            Shard(0, 0, each.size, number, DTYPE_CODES[each.dtype], each.row_size if each.is_sparse else 0)
-            for number, each in enumerate(records, table.count)
-        )
+        shards = table.add(record.whole(number) for number, record in enumerate(records, table.count))
         try:
             for code, its, _ in values.codes(shards):
                 values.place(its, code)
             return [
-                Kept(record, values, shard, values.weight(shard).reshape(record.shape))
+                Stored(record, values, shard, values.weight(shard).reshape(record.shape))
                 for record, shard in zip(records, shards.tolist(), strict=True)
             ]
         except BaseException:
@@ -235,7 +239,7 @@ class Weights:
             except KVError as err:
                 raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
 
-    def _update_alone(self, kept: Kept, value: Value, scale: float) -> None:
+    def _update_alone(self, kept: Stored, value: Value, scale: float) -> None:
         weight, rows = kept.array, value.rows if isinstance(value, RowSparse) else None
         given = value.values if isinstance(value, RowSparse) else on_host(value)
         if scale != 1:
@@ -254,6 +258,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
+        """Return what `_calls` keeps of a call."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -263,10 +268,7 @@ class Weights:
                 alone.append(at)
             else:
                 groups.setdefault((values.device, code), []).append(at)
-        together = [
-            _Together(every[its[0]].values, code, its, np.array([every[at].shard for at in its]))
-            for (_, code), its in groups.items()
-        ]
+        together = [_Together(code, its, every) for (_, code), its in groups.items()]
         if len(self._calls) >= CALLS:
             self._calls.clear()
         self._calls[keys] = alone, together
@@ -334,16 +336,6 @@ class Weights:
                 continue  # The call that brings such a key refuses it.
             prepare(rule, [dtype], gpu)
 
-    def check(self, records: Iterable[KeyRecord], rule: rules.Rule | None = None) -> None:
-        """Return if the rule (the present one, if none is given) takes values of these keys.
-
-        Raises:
-            KVError: it does not; the key is named.
-        """
-        chosen = rule or self.rule
-        if chosen is not None:
-            rules.check_keys(chosen, ((record.key, record.dtype) for record in records))
-
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
@@ -374,7 +366,7 @@ class Weights:
         """
         # None: any module of the user's may be imported, as this is the user's own process.
         rule = rules.rule_of(spec, None)
-        self.check((each.record for each in self.kept.values()), rule)
+        rules.check_keys(rule, ((key, each.record.dtype) for key, each in self.kept.items()))
         return rule
 
     def install(self, spec: RuleSpec | None, rule: rules.Rule | None) -> None:

@@ -76,6 +76,28 @@ def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_ca
     run_job(script, bigarray_bound=BOUND)
 
 
+@pytest.mark.parametrize("type_name", ["local", "dist_sync", "dist_async"])
+def test_a_momentum_that_is_set_while_running_counts_from_then_on(type_name: str) -> None:
+    """On servers it had no effect on weights that had been updated without one."""
+
+    def script(kv: KVStore) -> None:
+        kv.init(["w", "v"], [full(0), full(0, WIDE)])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.push("w", full(1))
+        assert (pulled(kv, "w") == -1).all()
+        kv.set_optimizer_params(momentum=0.5)
+        for expected in (-2, -3.5, -5.25):
+            kv.push(["w", "v"], [full(1), full(1, WIDE)])
+            assert (pulled(kv, "w") == expected).all()
+        assert (pulled(kv, "v", WIDE) == -4.25).all()
+
+    if type_name == "local":
+        with kvstore.create("local") as kv:
+            script(kv)
+    else:
+        run_job(script, 1, 1, type_name=type_name)
+
+
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
 def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a local store does. They were taken, each push of them failed, and no rule could be changed any more."""

@@ -138,4 +138,4 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
     threads = kinds["local"].host._threads
     assert (threads.count, threads.bound) == (3, 77)
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
-    assert [getattr(kinds[name], "compressor", None) is None for name in kinds] == [True, True, False, True]
+    assert [kinds[name]._is_shared for name in kinds] == [False, True, False, True]
