@@ -695,7 +695,8 @@ class Stepping:
         written = [self._arrays[each.name] for each in used if each.access is not Access.READ]
         read = [self._arrays[each.name] for each in used if each.access is not Access.WRITE]
         self.moved = sum(each.nbytes for each in (*written, *read))
-        arguments = step.arguments({name: each.pointer for name, each in self._arrays.items()}, self.weight.size)
+        arrays = [(fuse.USES[each.access], self._arrays[each.name]) for each in used]
+        arguments: list[Argument] = [*(use(each.pointer, each.nbytes) for use, each in arrays), *step.scalars]
         self._device.launch(step.program, step.kernel.name, arguments, self.weight.size, reads=read, writes=written)
 
 

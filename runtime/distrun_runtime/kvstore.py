@@ -354,10 +354,8 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         number, factor = _numbers(priority, scale)
-        if self._lifetime.uses_gpus and wait and factor == 1:
-            made = self._planned("push", key, value, None)
-            if made is not None:
-                return made
+        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("push", key, value, None)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
             call = CallOptions(number, lent=own or not wait, own=own, scale=factor, waits=wait)
@@ -379,10 +377,8 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         number = _numbers(priority)[0]
-        if self._lifetime.uses_gpus and wait:
-            made = self._planned("pull", key, None, out)
-            if made is not None:
-                return made
+        if self._lifetime.uses_gpus and wait and (made := self._planned("pull", key, None, out)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
             call = CallOptions(number, waits=wait)
@@ -403,10 +399,9 @@ class KVStore(KVStoreBase):
         """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
         self._ready()
         number, factor = _numbers(priority, scale)
-        if self._lifetime.uses_gpus and wait and factor == 1:
-            made = self._planned("pushpull", key, value, value if out is None else out)
-            if made is not None:
-                return made
+        outs = value if out is None else out
+        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("pushpull", key, value, outs)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
             targets, outs = self._outputs(key, value if out is None else out, borrowed)
@@ -891,13 +886,12 @@ class KVStore(KVStoreBase):
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
     def _planned(self, call: str, key: Keys, value: object, out: object) -> Pending | None:
-        """Make a call with arrays on a GPU by the store's plan and wait for it; None: there is none."""
+        """Make a call with arrays on a GPU, if the store has a plan for it; None: it has none."""
         known = self._known(key)
-        if known is None:
-            return None
         given, outs = (None if each is None else _listed(key, each) for each in (value, out))
-        made = self._backend.planned(known, given, outs, call)
-        return made if made is None else _awaited(made, True)
+        if known is None or not self._backend.planned(known, given, outs):
+            return None
+        return CompletedCall(f"{call} of {known.named}")
 
     def _given(
         self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays

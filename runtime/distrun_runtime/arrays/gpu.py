@@ -17,7 +17,6 @@ import itertools
 import math
 import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, cast
@@ -43,8 +42,8 @@ ADVICE = (
     " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
 )
 """What to do if memory runs out, for workers; servers have their own."""
-LISTS, LISTED_ADDRESSES = 1 << 10, 1 << 16
-"""How many lists of tensors, and addresses in them, are kept on a device; those used longest ago are dropped."""
+LISTS, LISTED_BYTES = 1 << 10, 1 << 20
+"""How many lists of tensors, and bytes of them, are kept on a device; if there would be more, all are dropped."""
 
 
 class GpuArray:
@@ -174,43 +173,6 @@ class _Listed:
     """Elements of all tensors."""
 
 
-class _Lists:
-    """The lists of a device that were used last, by all that makes them. Threads: any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[object, _Listed] = OrderedDict()
-        self._addresses = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, key: object) -> _Listed | None:
-        """Return the list of a key; None: it is not kept."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
-
-    def keep(self, key: object, made: _Listed) -> None:
-        """Keep a list, in place of others if there are too many."""
-        with self._lock:
-            before = self._kept.pop(key, None)  # another thread may have made it, too
-            if before is not None:
-                self._addresses -= len(before.table.addresses)
-            self._kept[key] = made
-            self._addresses += len(made.table.addresses)
-            while len(self._kept) > 1 and (len(self._kept) > LISTS or self._addresses > LISTED_ADDRESSES):
-                self._addresses -= len(self._kept.popitem(last=False)[1].table.addresses)
-
-    def forget(self) -> None:
-        """Let go of all."""
-        with self._lock:
-            self._kept.clear()
-            self._addresses = 0
-
-
 class ListLaunch:
     """A kernel over a list of tensors that are on one device, to be launched once or many times.
 
@@ -291,8 +253,9 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._lists = _Lists()
-        self.pool.before_trim.append(self._lists.forget)
+        self._lists: dict[object, _Listed] = {}
+        """Those that were made before, unless a plan keeps them."""
+        self.pool.before_trim.append(self._lists.clear)
         self.work, self._inward, self._outward = (
             order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
         )
@@ -411,12 +374,7 @@ class GpuDevice:
         launch.run(counts_of(1))
 
     def sum_lists(
-        self,
-        parts: Sequence[TensorColumn],
-        outs: Sequence[TensorColumn],
-        sizes: Sequence[int],
-        dtype: DType,
-        out_dtype: DType | None = None,
+        self, parts: Sequence[TensorColumn], outs: Sequence[TensorColumn], sizes: Sequence[int], *dtypes: DType
     ) -> ListLaunch:
         """Return what writes the sum of each tensor of a list to each of its outs.
 
@@ -425,9 +383,9 @@ class GpuDevice:
         Arguments:
             parts: all of one dtype, added from first to last, 16-bit floats in float32.
             outs: an array of them may be one of the parts.
-            out_dtype: of the sums, if it is another one.
+            dtypes: of the parts, and of the sums, if it is another one.
         """
-        program = gpu_programs.sums(gpu_programs.kind_of(dtype), gpu_programs.kind_of(out_dtype or dtype))
+        program = gpu_programs.sums(*map(gpu_programs.kind_of, (dtypes[0], dtypes[-1])))
         return ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
@@ -701,7 +659,7 @@ class GpuDevice:
         content = head.tobytes() + flags
         uses = tuple(each.use for each in columns)
         key = (content, uses, tuple(each.nbytes[0] for each in columns if sizes))
-        found = self._lists.find(key)
+        found = self._lists.get(key)
         if found is None:
             memory = self.put(np.frombuffer(content, np.uint8))
             ends = list(itertools.accumulate([0, 8 * len(columns) * len(sizes), 8 * len(sizes) + 8, len(flags)]))
@@ -711,7 +669,10 @@ class GpuDevice:
             offsets, wide = (Read(each, each.nbytes) for each in places[1:])
             found = _Listed(memory, table, offsets, wide, np.int64(len(sizes)), int(head[-1]) if sizes else 0)
             if is_kept:
-                self._lists.keep(key, found)
+                kept = [each.memory.nbytes for each in list(self._lists.values())]
+                if len(kept) >= LISTS or sum(kept) + memory.nbytes > LISTED_BYTES:
+                    self._lists.clear()
+                self._lists[key] = found
         return found
 
     def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:

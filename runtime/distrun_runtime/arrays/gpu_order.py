@@ -151,14 +151,11 @@ class StreamOrdering:
     def mark(self, queue: StreamQueue) -> Mark:
         """Return a mark behind all that a queue was given so far."""
         with self.locked():
-            return self._mark(queue)
-
-    def _mark(self, queue: StreamQueue) -> Mark:
-        device = queue.stream.device
-        free = self._events.setdefault(device, [])
-        event = free.pop() if free else self.cuda.event(device)
-        self.cuda.record(event, queue.stream)
-        return Mark(queue, event, {**queue.seen, queue: queue.count})
+            device = queue.stream.device
+            free = self._events.setdefault(device, [])
+            event = free.pop() if free else self.cuda.event(device)
+            self.cuda.record(event, queue.stream)
+            return Mark(queue, event, {**queue.seen, queue: queue.count})
 
     def marks(self, uses: Iterable[Uses]) -> list[Mark]:
         """Return marks behind all uses of some memory by queues of ours that the host does not know to be over."""
@@ -239,7 +236,7 @@ class StreamOrdering:
     def end_before(self, queue: StreamQueue, program: StreamQueue) -> Mark:
         """Let what the program gives a stream later wait for all that a queue was given; return a mark behind that."""
         with self.locked():
-            mark = self._mark(queue)
+            mark = self.mark(queue)
             self.cuda.wait(program.stream, mark.event)
             _raise_counts(program.seen, mark.known)
             program.seen.pop(program, None)

@@ -61,9 +61,20 @@ class PlannedWork(Protocol):
         """Launch it, by the device's queue `work`, which waits for the program's streams and they for it."""
 
 
-Planned = Callable[[GpuDevice, Sequence[TensorColumn], Sequence[TensorColumn], bool], "PlannedWork | None"]
-"""Makes the work for a device, the parts of all keys, their outs, and whether no out shares memory with a part; None:
-there is no plan for it. Of several parts or outs of each key each is a column."""
+class CallArrays(NamedTuple):
+    """The arrays of a call, all on one device. Of several of each key each is a column."""
+
+    device: GpuDevice
+    parts: Sequence[TensorColumn]
+    """To be read: none of a pull."""
+    outs: Sequence[TensorColumn]
+    """To be written: none of a push."""
+    are_apart: bool
+    """No out shares memory with a part."""
+
+
+Planned = Callable[[Any, CallArrays], "PlannedWork | None"]
+"""Makes the work for a call of these keys; None: there is no plan for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +164,8 @@ class Plans:
         self._gpus = gpus
         self._order, self._borrowing = gpus.order, gpus.borrowing
         self._libraries: dict[type, _Library | None] = {}
-        self._layouts: dict[Hashable, _GivenLayout] = {}
         self._plans: dict[Hashable, _KeptPlan] = {}
         self._calls = 0
-
-    def __len__(self) -> int:
-        return len(self._plans)
 
     def call(self, keys: KeyShapes, given: Sequence[Any] | None, outs: Sequence[Any] | None, planned: Planned) -> bool:
         """Make a call, if it has a plan or can have one; tell whether it was made.
@@ -183,7 +190,7 @@ class Plans:
                 if not all(map(_GivenLayout.fits, layouts, found)):
                     return False
             else:
-                layouts = [each for each in map(self._layout, repeat(keys), found) if each is not None]
+                layouts = [each for each in map(_layout_of, repeat(keys), found) if each is not None]
                 if len(layouts) < len(found):
                     return False
         except _REFUSALS:
@@ -245,21 +252,8 @@ class Plans:
         if not _are_apart(outs):
             return None
         gpu = self._gpus.get(layouts[0].device)
-        work = planned(gpu, parts, outs, _are_apart([*parts, *outs]))
+        work = planned(keys, CallArrays(gpu, parts, outs, _are_apart([*parts, *outs])))
         return None if work is None else _KeptPlan(layouts, gpu, work)
-
-    def _layout(self, keys: KeyShapes, given: _Given) -> _GivenLayout | None:
-        """Return the layout of arrays, which have it; None: these do not fit the keys, or are in host memory."""
-        name = (keys, given.of_each, given.library)
-        found = self._layouts.get(name)
-        if found is None or not found.fits(given):
-            found = _layout_of(keys, given)
-            if found is None or not found.fits(given):
-                return None
-            if len(self._layouts) >= PLANS:
-                self._layouts.clear()
-            self._layouts[name] = found
-        return found
 
     def _keep(self, name: Hashable, plan: _KeptPlan | None) -> None:
         """Keep a plan, in place of the one that was used longest ago; None: there is none of this name any more."""
@@ -271,7 +265,7 @@ class Plans:
 
 
 def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
-    """Return the layout of arrays that fit some keys; None: these do not, or are in host memory."""
+    """Return the layout of arrays, which have it; None: these do not fit the keys, or are not on one GPU."""
     arrays, library = given.arrays, given.library
     shapes = [shape for shape in keys.shapes for _ in range(given.of_each)]
     kinds = [kind for kind in keys.dtypes for _ in range(given.of_each)]
@@ -282,7 +276,8 @@ def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
     if library.name == "torch" and {array.device.type for array in arrays} != {"cuda"}:
         return None
     singles = [number for number, size in enumerate(sizes) if size == 1]
-    return _GivenLayout(shapes, dtypes, set(dtypes), int(library.device(arrays[0])), singles)
+    made = _GivenLayout(shapes, dtypes, set(dtypes), int(library.device(arrays[0])), singles)
+    return made if made.fits(given) else None
 
 
 def _columns(keys: KeyShapes, given: _Given, use: Use) -> list[TensorColumn]:

@@ -19,14 +19,14 @@ them says everything. Of the built-in rules these are not fused:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Dict, List, Tuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Use, Write
+from distrun_runtime.arrays.cuda import Read, Update, Use, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.arrays.gpu_programs import Access, Kernel, KernelParameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
@@ -76,20 +76,6 @@ class FusedStep:
     """The same for a list of weights: `gpu.ListLaunch` takes it."""
     scalars: tuple[np.generic, ...]
     """In the order of the kernels' parameters, each of its parameter's type."""
-
-    def arguments(self, arrays: Mapping[str, Pointer], elements: int) -> list[Argument]:
-        """Return what to launch the kernel with.
-
-        Arguments:
-            arrays: where each array begins, by its name in the kernel; more than are needed may be given.
-            elements: how many are updated, all of them or a run.
-        """
-        result: List[Argument] = []
-        for each in self.kernel.parameters:
-            use = USES.get(each.access)
-            if use is not None:
-                result.append(use(arrays[each.name], elements * KINDS[each.kind].itemsize))
-        return [*result, *self.scalars]
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,6 @@ class _SameStep:
     """For each array of the kernel one column a weight; what the kernel does with them is not said."""
 
 
-_Launch = Tuple[Callable[..., None], List[_SameStep], "FusedStep"]
-"""What launches a kernel, for which weights, and the step."""
-MOST_STEPS = 16
-
-
 class GpuSteps:
     """Steps of different weights on GPUs, which can be made again and again.
 
@@ -271,9 +266,8 @@ class GpuSteps:
 
         self._rule = rule
         self._alike: Dict[Tuple[object, ...], _SameStep] = {}
-        self._launches: Dict[Tuple[FusedStep, ...], List[_Launch]] = {}
-        """By the steps of all that are alike: with most rules the same ones again and again."""
-        self._by_kernel: Dict[object, Callable[..., None]] = {}
+        self._launches: Dict[object, Callable[..., None]] = {}
+        """By the kernel, and the weights for which it was launched."""
         for number, item in enumerate(items):
             weight, state = item.weight, item.state
             arrays: Dict[str, Any] = {WEIGHT: weight}
@@ -301,32 +295,18 @@ class GpuSteps:
 
     def make(self) -> None:
         """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
-        made = [
-            (alike, alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs)))
-            for alike in self._alike.values()
-        ]
-        steps = tuple([step for _, step in made])
-        launches = self._launches.get(steps)
-        if launches is None:
-            same: Dict[Tuple[object, ...], List[Tuple[_SameStep, FusedStep]]] = {}
-            for alike, step in made:
-                numbers = [scalar.tobytes() for scalar in step.scalars]
-                same.setdefault((alike.device, step.kernel.name, *numbers), []).append((alike, step))
-            if len(self._launches) >= MOST_STEPS:
-                self._launches.clear()
-            launches = self._launches[steps] = [self._launch(some) for some in same.values()]
-        for launch, some, step in launches:
-            launch(step.scalars)
+        made: Dict[Tuple[object, ...], Tuple[FusedStep, List[_SameStep]]] = {}
+        for alike in self._alike.values():
+            step = alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs))
+            numbers = [scalar.tobytes() for scalar in step.scalars] if len(self._alike) > 1 else ()
+            made.setdefault((alike.device, step.kernel.name, *numbers), (step, []))[1].append(alike)
+        for step, some in made.values():
+            key = (step.kernel.name, *map(id, some))
+            if key not in self._launches:
+                self._launches[key] = _launch_of(step, some)
+            self._launches[key](step.scalars)
             for alike in some:
                 alike.updates += 1
-
-    def _launch(self, some: Sequence[Tuple[_SameStep, FusedStep]]) -> _Launch:
-        """Return what makes the step of weights that take the same one; their table is made once for a kernel."""
-        its, step = [alike for alike, _ in some], some[0][1]
-        key = step.kernel.name, tuple(map(id, its))
-        if key not in self._by_kernel:
-            self._by_kernel[key] = _launch_of(step, its)
-        return self._by_kernel[key], its, step
 
     def count(self) -> None:
         """Say in the states how many updates the weights have had."""

@@ -276,16 +276,13 @@ class StoreBackend(Protocol):
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
 
-    def planned(
-        self, keys: Selection, given: Sequence[object] | None, outs: Sequence[object] | None, call: str
-    ) -> Pending | None:
-        """Make a push, a pull or both of arrays as the script gave them, if the store has a plan for it; else None.
+    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
+        """Make a push, a pull or both of arrays as the script gave them, and return True, if there is a plan for it.
 
         Arguments:
             given, outs: for each key an array or a list of arrays; nothing is known of them.
-            call: its name.
         """
-        return None
+        return False
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

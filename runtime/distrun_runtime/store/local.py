@@ -107,33 +107,25 @@ class LocalBackend(StoreBackend):
         update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
         return self._made("pushpull", keys, update, write)
 
-    def planned(
-        self, keys: Selection, given: Sequence[object] | None, outs: Sequence[object] | None, call: str
-    ) -> Pending | None:
+    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
         if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
-            return None
-        what = f"{call} of {keys.named}"
+            return False
         with self._lock:
-            if self.lifetime.is_over:
-                return None
             if self._plans is None:
                 from distrun_runtime.arrays.plans import Plans
 
                 self._plans = Plans(devices.gpus())
             try:
-                if not self._plans.call(keys, given, outs, partial(self._weights.planned, keys)):
-                    return None
+                if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
+                    return False
             except KVError as err:
-                error = KVError(f"{keys.named}: {err}")
-                error.__cause__ = err
-                return CompletedCall(what, error, self.lifetime.late)
+                raise KVError(f"{keys.named}: {err}") from err
             if given is not None:
                 self._note_push(keys, keys.size_bytes)
             if outs is not None:
-                self._counters.bytes_out += keys.size_bytes * (
-                    len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
-                )
-        return CompletedCall(what)
+                copies = len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
+                self._counters.bytes_out += copies * keys.size_bytes
+        return True
 
     def _made(self, call: str, keys: Selection, *work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""

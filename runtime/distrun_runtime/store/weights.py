@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -30,7 +31,8 @@ from distrun_runtime.store.reducer import end_to_end, is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+    from distrun_runtime.arrays.plans import CallArrays
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied to a GPU, before their keys are updated."""
@@ -285,34 +287,16 @@ class Weights:
         for gpu, records in moves.items():
             self._move(self._on(gpu), records)
 
-    def planned(
-        self,
-        keys: Selection,
-        gpu: GpuDevice,
-        parts: Sequence[TensorColumn],
-        outs: Sequence[TensorColumn],
-        is_apart: bool,
-    ) -> PlannedUpdate | None:
-        """Return what updates values on a GPU by the sums of `parts` and writes them to `outs`; None: no kernel can.
-
-        Arguments:
-            parts, outs: for each key an array in each column; what is not to be done has none.
-            is_apart: no out shares memory with a part.
-        """
-        values = self._values.get(gpu)
-        if values is None or any(self.kept[key].values is not values for key in keys.keys):
+    def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
+        """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
+        stored = [self.kept[key] for key in keys.keys]
+        if any(each.values.device is not call.device for each in stored):
             return None
-        if parts and self.rule is not None:
-            # The kernels that are compiled take two parts.
-            shards = [self.kept[key].shard for key in keys.keys]
-            if len(parts) > 2 or not can_fuse(self.rule) or (values.steps[shards] < 0).any():
+        if call.parts and self.rule is not None:
+            are_new = any(each.values.steps[each.shard] < 0 for each in stored)
+            if are_new or len(call.parts) > 2 or not can_fuse(self.rule):  # kernels that are compiled take two parts
                 return None
-        return PlannedUpdate(self, keys, gpu, parts, outs, is_apart=is_apart)
-
-    @property
-    def layout(self) -> object:
-        """Another object whenever a value has moved, or the rule has changed by more than its parameters."""
-        return self._calls
+        return PlannedUpdate(self, keys, call)
 
     # What updates
 
@@ -418,56 +402,52 @@ class PlannedUpdate:
     A result without a rule is written by the sum's own kernel, to the store and to the outs.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        keys: Selection,
-        gpu: GpuDevice,
-        parts: Sequence[TensorColumn],
-        outs: Sequence[TensorColumn],
-        *,
-        is_apart: bool,
-    ) -> None:
+    def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn, counts_of
 
-        self._weights, self._layout, self._rule = weights, weights.layout, weights.rule
-        places = [weights.kept[key] for key in keys.keys]
-        self._values, self._shards = places[0].values, np.array([place.shard for place in places])
+        self._weights, self._layout, self._rule = weights, weights._calls, weights.rule
+        stored = [weights.kept[key] for key in keys.keys]
+        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
         self._states: list[Any] = []
         """Of each value, if a rule makes a step."""
         self._updates = self._values.steps[self._shards]
         """Of each value, before the next step."""
-        self._sums: list[tuple[ListLaunch, list[np.generic]]] = []
+        self._sums: list[Callable[[], None]] = []
         self._steps: GpuSteps | None = None
-        self._copies: list[tuple[ListLaunch, list[np.generic]]] = []
-        if parts and weights.rule is not None:
-            self._states = [self._values.state_of(place.shard) for place in places]
+        self._copies: list[Callable[[], None]] = []
+        if call.parts and weights.rule is not None:
+            self._states = [self._values.state_of(each.shard) for each in stored]
             knobs = map(self._values.knobs_of, self._shards.tolist())
-            items = [WeightStep(p.array, [], *its) for p, *its in zip(places, self._states, knobs, strict=True)]
-            self._steps = GpuSteps(weights.rule, items, parts)
+            items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
+            self._steps = GpuSteps(weights.rule, items, call.parts)
+
+        def sums(parts: list[TensorColumn], outs: list[TensorColumn]) -> Callable[[], None]:
+            launch = call.device.sum_lists(parts, outs, sizes, dtype)
+            return partial(launch.run, counts_of(len(parts), len(outs)))
+
         for dtype in dict.fromkeys(keys.dtypes):
             numbers = [number for number, each in enumerate(keys.dtypes) if each == dtype]
             sizes = [keys.records[number].size for number in numbers]
-            stored = [places[number].array for number in numbers]
-            given, taken = ([each.some(numbers) for each in columns] for columns in (parts, outs))
-            if given and self._steps is None:
-                written = [TensorColumn.of(Write, stored), *(taken if is_apart else [])]
-                self._sums.append((gpu.sum_lists(given, written, sizes, dtype), counts_of(len(given), len(written))))
-            if taken and not (given and self._steps is None and is_apart):
-                launch = gpu.sum_lists([TensorColumn.of(Read, stored)], taken, sizes, dtype)
-                self._copies.append((launch, counts_of(1, len(taken))))
+            its = [stored[number].array for number in numbers]
+            parts, outs = ([each.some(numbers) for each in columns] for columns in (call.parts, call.outs))
+            if parts and self._steps is None:
+                at_once = outs if call.are_apart else []
+                self._sums.append(sums(parts, [TensorColumn.of(Write, its), *at_once]))
+                outs = outs[len(at_once) :]
+            if outs:
+                self._copies.append(sums([TensorColumn.of(Read, its)], outs))
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights.layout is not self._layout or self._weights.rule is not self._rule:
+        if self._weights._calls is not self._layout or self._weights.rule is not self._rule:
             return False
         return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
 
     def run(self) -> None:
         """Launch all of it."""
-        for launch, counts in self._sums:
-            launch.run(counts)
+        for launch in self._sums:
+            launch()
         if self._steps is not None:
             try:
                 self._steps.make()
@@ -478,8 +458,8 @@ class PlannedUpdate:
                 raise
             finally:
                 self._values.steps[self._shards] = self._updates
-        for launch, counts in self._copies:
-            launch.run(counts)
+        for launch in self._copies:
+            launch()
 
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gpuhistories import EACH_HISTORY
 from gpukit import Machine, values
-from kernelcheck import same
+from kernelcheck import arguments, same
 from realgpus import ON_BOTH, ON_REAL
 from sums import total as total_of
 
@@ -173,8 +173,8 @@ def launch(device: GpuDevice, step: fuse.FusedStep, arrays: dict[str, GpuArray],
     used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
     reads = [arrays[each.name] for each in used if each.access is not Access.WRITE]
     writes = [arrays[each.name] for each in used if each.access is not Access.READ]
-    arguments = step.arguments({name: each.pointer for name, each in arrays.items()}, length)
-    device.launch(step.program, step.kernel.name, arguments, length, reads=reads, writes=writes)
+    given = arguments(step, {name: each.pointer for name, each in arrays.items()})
+    device.launch(step.program, step.kernel.name, given, length, reads=reads, writes=writes)
 
 
 # Codecs

@@ -119,7 +119,7 @@ class Pair:
     @property
     def plans(self) -> int:
         backend: Any = self.stores[0]._backend
-        return len(backend._plans)
+        return len(backend._plans._plans)
 
 
 def calls_of(machine: Machine, work: Callable[[], object]) -> int:
@@ -285,6 +285,30 @@ def test_a_tensor_of_other_strides_at_the_same_address_is_read_as_it_is(torch: T
         kv.push("w", turned)
         kv.pull("w", out=out)
         assert out.tolist() == np.arange(9).reshape(3, 3).T.tolist()
+
+
+def test_a_tensor_that_shows_the_negative_of_its_memory_is_read_as_it_shows_itself(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvstore.create("device") as kv:
+        kv.init("w", np.zeros(1, np.float32))
+        tensor, out = torch.tensor(np.array([3], np.float32)), np.empty(1, np.float32)
+        for _ in range(3):
+            kv.push("w", tensor)
+        tensor._bits = (True, False)
+        monkeypatch.setattr(tensor, "detach", lambda: torch.tensor(np.array([-3], np.float32)))
+        kv.push("w", tensor)
+        kv.pull("w", out=out)
+        assert out.tolist() == [-3]
+
+
+def test_tensors_that_come_from_another_gpu_are_taken_as_without_a_plan(torch: Torch) -> None:
+    pair = Pair(torch, rule="sgd")
+    for device in (0, 0, 1, 1, 0, 0):
+        pair.given = [[GpuTensor(torch, shape, pair.kinds[0], device) for _ in range(2)] for shape in SHAPES]
+        pair.push(2)
+        pair.push(2)
+        pair.pull()
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
