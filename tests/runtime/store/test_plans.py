@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fakearrays import put
 from gpukit import Machine, gpus_of_process, values
 from gputensors import GpuTensor, Torch
+from peers import python_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes, plans
@@ -366,3 +368,30 @@ def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
     for _ in range(3):
         pair.push(2)
         pair.pull()
+
+
+READS = """
+import torch
+
+tensor = torch.Tensor
+of_each = [torch.nn.Parameter(torch.zeros(3)), torch.zeros(2), torch.nn.Buffer(torch.zeros(1))]
+for read in (tensor.data_ptr, tensor.get_device, tensor.is_contiguous, tensor.is_neg):
+    assert len(list(map(read, of_each))) == 3
+assert [torch.zeros(1, 2).shape] == [(1, 2)]
+for shape in ((3,), (3, 1), (1, 3), (2, 2), (1,), ()):
+    shown = torch.randn(shape, dtype=torch.complex64).conj().imag
+    assert shown.is_neg()
+    assert shown.is_contiguous() == (shown.numel() == 1)
+for other in (torch.zeros(1).to_sparse(), 3):
+    try:
+        tensor.data_ptr(other)
+    except (RuntimeError, TypeError):
+        continue
+    raise AssertionError(other)
+"""
+
+
+@pytest.mark.peers
+def test_torch_has_what_a_plan_reads_and_negates_lazily_only_what_is_not_contiguous() -> None:
+    done = subprocess.run([python_of("torch"), "-c", READS], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
