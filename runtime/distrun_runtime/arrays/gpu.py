@@ -130,8 +130,7 @@ class TensorColumn:
     @classmethod
     def of(cls, use: Use, arrays: Sequence[GpuArray]) -> TensorColumn:
         """Return a column of arrays."""
-        nbytes = [array.nbytes for array in arrays]
-        return cls(use, [array.address for array in arrays], nbytes, [array.memory.uses for array in arrays])
+        return cls(use, *(list(map(read, arrays)) for read in (_ADDRESS, _NBYTES, _MEMORY)))
 
     @classmethod
     def within(cls, use: Use, bucket: GpuArray, sizes: Sequence[int]) -> TensorColumn:
@@ -155,6 +154,8 @@ class TensorColumn:
 
 
 _ADDRESSES, _NBYTES, _USES = map(operator.attrgetter, ("addresses", "nbytes", "uses"))
+_ADDRESS, _MEMORY = operator.attrgetter("address"), operator.attrgetter("memory.uses")
+_SIZE, _DTYPE, _DEVICE = map(operator.attrgetter, ("size", "dtype", "device"))
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class ListLaunch:
         self._loaded = device.load(program)
         self._size = sum(sizes)
         self._reads, self._writes = (
-            tuple(dict.fromkeys(use for each in columns if (each.use is Read) is is_read for use in each.uses))
+            tuple(dict.fromkeys(itertools.chain(*(each.uses for each in columns if (each.use is Read) is is_read))))
             for is_read in (True, False)
         )
         self._before: list[Argument]
@@ -347,9 +348,10 @@ class GpuDevice:
         Raises:
             ValueError: sizes or dtypes do not fit.
         """
-        if not all(len(parts) for parts in lists):
+        if not all(map(len, lists)):
             raise ValueError("a tensor has no parts")
-        if all(isinstance(part, GpuArray) and part.device is self for parts in lists for part in parts):
+        every = list(itertools.chain(*lists))
+        if set(map(type, every)) <= {GpuArray} and set(map(_DEVICE, every)) <= {self}:
             self._gather(cast("Sequence[Sequence[GpuArray]]", lists), bucket)
             return
         if any(part.size != parts[0].size for parts in lists for part in parts):
@@ -622,7 +624,7 @@ class GpuDevice:
 
     def _gather(self, lists: Sequence[Sequence[GpuArray]], bucket: GpuArray) -> None:
         """Write the sums of tensors whose parts are all here into a bucket."""
-        numbers = {len(parts) for parts in lists}
+        numbers = set(map(len, lists))
         if len(numbers) > 1:
             runs = [list(run) for _, run in itertools.groupby(lists, key=len)]
             ends = [*itertools.accumulate(sum(parts[0].size for parts in run) for run in runs)]
@@ -630,14 +632,14 @@ class GpuDevice:
             for run, begin, end in zip(runs, [0, *ends], ends, strict=False):
                 self._gather(run, bucket[begin:end])
             return
-        sizes = [parts[0].size for parts in lists]
-        if any([part.size for part in parts] != [size] * len(parts) for parts, size in zip(lists, sizes, strict=True)):
+        sizes, every = [parts[0].size for parts in lists], list(zip(*lists, strict=True))
+        if any(list(map(_SIZE, column)) != sizes for column in every):
             raise ValueError(UNEQUAL)
-        if len({part.dtype for parts in lists for part in parts}) > 1:
+        if len(set(map(_DTYPE, itertools.chain(*every)))) > 1:
             raise ValueError("the tensors of a list have different dtypes")
         _check_size(sum(sizes), bucket)
         if bucket.size:
-            columns = [TensorColumn.of(Read, column) for column in zip(*lists, strict=True)]
+            columns = [TensorColumn.of(Read, column) for column in every]
             out = TensorColumn.within(Write, bucket, sizes)
             launch = self.sum_lists(columns, [out], sizes, lists[0][0].dtype, bucket.dtype)
             launch.run(counts_of(len(columns)))
@@ -654,14 +656,13 @@ class GpuDevice:
         if 0 in sizes:  # Kernels need none without elements.
             there = [number for number, size in enumerate(sizes) if size]
             sizes, columns = [sizes[number] for number in there], [each.some(there) for each in columns]
-        head = np.array([*itertools.chain(*(each.addresses for each in columns)), 0, *sizes], np.uint64)
-        np.cumsum(head[-len(sizes) :], out=head[-len(sizes) :])
-        content = head.tobytes() + flags
-        uses = tuple(each.use for each in columns)
-        key = (content, uses, tuple(each.nbytes[0] for each in columns if sizes))
+        uses = tuple([each.use for each in columns])
+        key = (uses, flags, tuple(sizes), *[(tuple(each.nbytes[:1]), tuple(each.addresses)) for each in columns])
         found = self._lists.get(key)
         if found is None:
-            memory = self.put(np.frombuffer(content, np.uint8))
+            head = np.array([*itertools.chain(*(each.addresses for each in columns)), 0, *sizes], np.uint64)
+            np.cumsum(head[-len(sizes) :], out=head[-len(sizes) :])
+            memory = self.put(np.frombuffer(head.tobytes() + flags, np.uint8))
             ends = list(itertools.accumulate([0, 8 * len(columns) * len(sizes), 8 * len(sizes) + 8, len(flags)]))
             places = [memory.pointer.at(begin, end - begin) for begin, end in itertools.pairwise(ends)]
             addresses = tuple(head[: len(columns) * len(sizes)].tolist())
