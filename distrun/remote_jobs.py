@@ -156,7 +156,8 @@ class RemoteSocket:
 
     def __init__(self, folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> None:
         self.problem: Problem | None = None
-        """Why the host cannot be asked, or how the connection broke; None: the coordinator has ended it."""
+        """Why the host cannot be asked, or how the connection broke; None: the coordinator, or we, have ended it."""
+        self._is_ended = False
         self._folder = folder
         self._where = where
         self._may_ask = may_ask
@@ -189,13 +190,14 @@ class RemoteSocket:
             found = self._fleet.next(self._limit_s)
         if found is None:
             raise TimeoutError
-        if isinstance(found, Problem):
+        if isinstance(found, Problem) and not self._is_ended:
             self.problem = found
         return found.data if isinstance(found, AnswerPiece) else b""
 
     def shutdown(self, how: int) -> None:
         """End the connection both ways; any thread."""
         del how
+        self._is_ended = True
         if self._fleet is not None:
             self._fleet.cut()
 

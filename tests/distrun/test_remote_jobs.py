@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from fakecoordinator import Coordinator
 from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
 
-from distrun import cli, client, jobs, remote_jobs
+from distrun import cli, client, jobs, killing, remote_jobs
 from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
 from distrun.hosts import HostSpec
@@ -116,6 +116,67 @@ def test_a_stream_that_ends_is_told_from_one_that_breaks(folder: JobFolder, ssh:
                 os.killpg(int((tmp_path / "calls.pid").read_text()), signal.SIGKILL)
             assert stream.recv(65536) == b""
             assert (stream.problem is None) is is_ended
+
+
+@pytest.fixture
+def cut(folder: JobFolder, ssh: FakeSsh, tmp_path: Path) -> Callable[..., bool]:
+    """Have the job's coordinator be reached by an ssh; return what kills that."""
+    place(folder, ssh.does('echo $$ >"$CALLS.pid"; ' + RUNS), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+
+    def kill() -> bool:
+        os.killpg(int((tmp_path / "calls.pid").read_text()), signal.SIGKILL)
+        return True
+
+    return kill
+
+
+BROKE = "the connection to its coordinator on d1 broke: "
+
+
+def test_a_connection_that_breaks_is_not_the_coordinators_end_and_one_that_we_end_is_none(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path
+) -> None:
+    coordinator = Coordinator(tmp_path / "c.s", folder.id)
+    with client.connect(folder) as connection:
+        connection.end()
+        assert connection.receive(LIMIT_S) is None
+    with client.connect(folder) as connection:
+        cut()
+        with pytest.raises(client.CoordinatorUnreachable, match=BROKE) as caught:
+            connection.ends(LIMIT_S)
+    assert caught.value.hint.endswith(f"distrun attach {folder.id}")
+    coordinator.close()
+
+
+def test_attach_says_that_its_connection_broke_and_not_that_the_coordinator_is_gone(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_state("running", [])
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [b""] if kind == "subscribe" and cut() else [])
+    assert cli.run(["attach", folder.id]) == facts.EXIT_HOST_LOST
+    told = capfd.readouterr().err
+    assert BROKE in told
+    assert "is gone" not in told
+    coordinator.close()
+
+
+def test_kill_does_not_say_that_a_coordinator_has_ended_whose_connection_broke(
+    folder: JobFolder,
+    cut: Callable[[], bool],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder.write_state("running", [])
+    stopped = session.encode({"type": "stop"})
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [stopped] if kind == "stop" else [])
+    is_heard = killing._is_heard
+    monkeypatch.setattr(killing, "_is_heard", lambda *args: is_heard(*args) and cut())
+    assert cli.run(["kill", folder.id]) == facts.EXIT_HOST_LOST
+    shown = capfd.readouterr()
+    assert BROKE in shown.err
+    assert "has ended" not in shown.out + shown.err
+    coordinator.close()
 
 
 def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_lost(
