@@ -295,10 +295,11 @@ def _unanswered(connection: ControlConnection, folder: JobFolder) -> Coordinator
     problem = getattr(connection._socket, "problem", None)
     if problem is None:
         return gone(folder)
-    host = (folder.control() or {}).get("host")
+    where = folder.control() or {}
+    host, login = where.get("host"), where.get("login") or f"ssh {where.get('host')}"
     return CoordinatorUnreachable(
         f"job {folder.id}: its coordinator is on {host}, which cannot be asked: {problem.text}",
-        f"{problem.fix or f'try: ssh {host} true'}; or type this command on {host}",
+        f"{problem.fix or f'try: {login} true'}; or type this command on {host}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -21,9 +22,11 @@ from distrun import cli, client, jobs, killing, remote_jobs
 from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
 from distrun.hosts import HostSpec
+from distrun.jobs import Job
 from distrun.ssh import connector
 from distrun_runtime.agent import query
 from distrun_runtime.contract import facts, session
+from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -177,6 +180,59 @@ def test_kill_does_not_say_that_a_coordinator_has_ended_whose_connection_broke(
     assert BROKE in shown.err
     assert "has ended" not in shown.out + shown.err
     coordinator.close()
+
+
+def test_a_host_that_says_nothing_cannot_be_asked_and_is_not_asked_again(
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_jobs, "ANSWER_S", 0.5)
+    place(folder, ssh.does("exec sleep 60\n"), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    with pytest.raises(
+        client.CoordinatorUnreachable, match=r"is on d1, which cannot be asked: no answer within 0\.5 s"
+    ):
+        Job(folder).attach()
+    assert len(ssh.calls) == 1
+
+
+def test_a_login_that_works_is_tried_where_a_host_cannot_be_asked(
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_jobs, "ANSWER_S", 0.5)
+    ssh.does("exec sleep 60\n")
+    place(folder, "ssh -p 2222 ann@d1", str(tmp_path / "c.s"))
+    with pytest.raises(client.CoordinatorUnreachable) as caught:
+        client.connect(folder)
+    assert caught.value.hint == "try: ssh -p 2222 ann@d1 true; or type this command on d1"
+
+
+class Pieces:
+    """What a host sends. `late`: the first piece, for ever."""
+
+    def __init__(self, *pieces: AnswerPiece, is_endless: bool = False) -> None:
+        self.pieces = list(pieces)
+        self.is_endless = is_endless
+
+    def next(self, limit_s: float = math.inf) -> AnswerPiece | None:
+        if self.is_endless:
+            return self.pieces[0] if limit_s > 0 else None
+        return self.pieces.pop(0) if self.pieces else None
+
+
+def piece(job: str, data: bytes, left: int, name: str = "state.json") -> AnswerPiece:
+    return AnswerPiece("d1", 1, job, name, data, left)
+
+
+def test_a_file_that_never_ends_is_given_up_when_the_time_is_over() -> None:
+    first = piece("job-a", b"", 5)
+    with pytest.raises(remote_jobs.NotAsked, match=r"state\.json did not come whole: it took too long"):
+        list(remote_jobs.content(Pieces(first, is_endless=True), first, until=time.monotonic() + 0.2))  # type: ignore[arg-type]
+
+
+def test_a_file_is_not_completed_by_that_of_another_job() -> None:
+    first = piece("job-a", b'{"a":', 5)
+    rest = Pieces(piece("job-b", b"{}", 0))
+    with pytest.raises(remote_jobs.NotAsked, match="did not come whole"):
+        list(remote_jobs.content(rest, first))  # type: ignore[arg-type]
 
 
 def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_lost(
