@@ -190,8 +190,7 @@ class RemoteSocket:
             found = self._fleet.next(self._limit_s)
         if found is None and self._fleet.agents.hellos:
             raise TimeoutError
-        if found is None:
-            found = Problem(str(self._where["host"]), "timeout", why(None, self._limit_s))
+        found = found or Problem(str(self._where["host"]), "timeout", why(None, self._limit_s))
         if isinstance(found, Problem) and not self._is_ended:
             self.problem = found
         return found.data if isinstance(found, AnswerPiece) else b""
