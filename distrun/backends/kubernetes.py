@@ -378,7 +378,7 @@ class Kubernetes(Engine):
                     raise
                 continue
             for job in answers.listed(text):
-                # If this user may not list JobSets, the attempt to end one tells it; to delete its Jobs would not end it.
+                # Who may not list JobSets is told that when one is to be ended; to delete its Jobs would not end it.
                 more = {"context": context, "namespace": job.namespace, "kind": JOBSETS if job.is_of_jobset else kind}
                 state = f"{'ended' if job.is_over else 'there'}, launched on {job.host}"
                 found.setdefault(job.marker, FoundJob(Handle(self.name, job.marker, more), job.marker, state))
