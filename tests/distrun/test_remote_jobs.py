@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from distrun_cli import wait_until
 from fakecoordinator import Coordinator
 from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
@@ -21,6 +22,7 @@ from sample_plan import sample_plan
 from distrun import cli, client, jobs, killing, remote_jobs
 from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
+from distrun.dashboard.source import FrameSource
 from distrun.hosts import HostSpec
 from distrun.jobs import Job
 from distrun.ssh import connector
@@ -179,6 +181,41 @@ def test_kill_does_not_say_that_a_coordinator_has_ended_whose_connection_broke(
     shown = capfd.readouterr()
     assert BROKE in shown.err
     assert "has ended" not in shown.out + shown.err
+    coordinator.close()
+
+
+def test_the_dashboard_connects_again_when_its_connection_breaks(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path
+) -> None:
+    folder.write_state("running", [])
+    coordinator = Coordinator(tmp_path / "c.s", folder.id)
+    source = FrameSource(folder)
+    source.start(client.connect(folder))
+    cut()
+    wait_until(lambda: [each["type"] for each in coordinator.asked].count("subscribe") == 2, LIMIT_S, "a second one")
+    assert "failed_here" not in [frame.type for frame in source.take()]
+    source.close()
+    coordinator.close()
+
+
+def test_watching_a_job_connects_again_when_its_connection_breaks(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_state("running", [])
+    outcome = session.encode({"type": "outcome", "outcome": folder.outcome_json(Outcome(0, "succeeded", "all well"))})
+    subscribed: list[str] = []
+
+    def answer(kind: str) -> list[bytes]:
+        if kind != "subscribe":
+            return []
+        subscribed.append(kind)
+        if len(subscribed) == 2:  # the first one asks for the snapshot
+            cut()
+        return [outcome] if len(subscribed) > 2 else []
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, answer)
+    assert cli.run(["status", "--watch", "--json", folder.id]) == 0
+    assert '"gap"' in capfd.readouterr().out
     coordinator.close()
 
 
