@@ -44,7 +44,7 @@ class CoordinatorLost(DistrunError):
 
 
 class CoordinatorUnreachable(CoordinatorLost):
-    """Its host cannot be asked."""
+    """Its host cannot be asked, or the connection to it broke: nothing tells of the coordinator's end."""
 
 
 class CoordinatorError(DistrunError):
@@ -101,11 +101,19 @@ class ControlConnection(contextlib.AbstractContextManager["ControlConnection"]):
 
         Raises:
             TimeoutError: none came within `limit_s`.
+            CoordinatorUnreachable: the connection broke, once it was greeted.
         """
         while not self._frames:
             self._socket.settimeout(limit_s)
             try:
                 data = self._socket.recv(READ_SIZE)
+                problem = None if data else getattr(self._socket, "problem", None)
+                if problem is not None and self.hello:
+                    job = self.hello["job"]
+                    raise CoordinatorUnreachable(
+                        f"job {job}: the connection to its coordinator on {problem.host} broke: {problem.text}",
+                        f"whether it goes on: distrun status {job}; to follow it again: distrun attach {job}",
+                    )
                 if not data:
                     return None
                 self._frames += self._decoder.feed(data)
@@ -287,10 +295,11 @@ def _unanswered(connection: ControlConnection, folder: JobFolder) -> Coordinator
     problem = getattr(connection._socket, "problem", None)
     if problem is None:
         return gone(folder)
-    host = (folder.control() or {}).get("host")
+    where = folder.control() or {}
+    host, login = where.get("host"), where.get("login") or f"ssh {where.get('host')}"
     return CoordinatorUnreachable(
         f"job {folder.id}: its coordinator is on {host}, which cannot be asked: {problem.text}",
-        f"{problem.fix or f'try: ssh {host} true'}; or type this command on {host}",
+        f"{problem.fix or f'try: {login} true'}; or type this command on {host}",
     )
 
 

@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distrun.errors import UsageError
+from distrun.errors import DistrunError, UsageError
 from distrun.formats import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass, seconds
@@ -801,13 +801,17 @@ def _ask_there(jobs: Mapping[str, _JobQuery], until: float) -> None:
         fleet, found = remote_jobs.ask(first.folder, first.where, args, False, limit_s)
         with contextlib.closing(fleet):
             while isinstance(found, AnswerPiece):
-                data = b"".join(remote_jobs.content(fleet, found, SIZE_LIMIT))
-                if not jobs.get(found.job, first).take(found.name, found.age_s, data):
+                if found.job not in jobs:
+                    raise remote_jobs.NotAsked(f"it sent a file of a job that it was not asked for: {found.job!r}")
+                data = b"".join(remote_jobs.content(fleet, found, SIZE_LIMIT, until))
+                if not jobs[found.job].take(found.name, found.age_s, data):
                     left.discard(found.job)
+                if not left:
+                    break
                 wait_s = METRICS_S if all(job.has_state for job in jobs.values()) else limit_s
-                found = fleet.next(min(wait_s, until - time.monotonic())) if left else None
+                found = fleet.next(min(wait_s, until - time.monotonic()))
         why = remote_jobs.why(found, limit_s)
-    except (OSError, remote_jobs.NotAsked) as err:
+    except (OSError, DistrunError) as err:
         why = str(err)
     for job in jobs.values():
         job.note_unanswered(why)

@@ -127,8 +127,8 @@ def ask(
                 return fleet, found
 
 
-def why(found: HostAnswer | Problem | None, limit_s: float) -> str:
-    """Return why a host sent no piece, by what came in its place."""
+def why(found: AnswerPiece | HostAnswer | Problem | None, limit_s: float) -> str:
+    """Return why a host sent no state, by what came last."""
     if isinstance(found, Problem):
         return found.text
     return f"no answer within {facts.duration(round(limit_s, 1))}" if found is None else "it has no state of this job"
@@ -140,7 +140,7 @@ def _reached(folder: JobFolder, where: Mapping[str, Any]) -> tuple[Backend, Host
     from distrun.ssh.resolve import OPENSSH
     from distrun_runtime.contract.plan import Host, Reach
 
-    with contextlib.suppress(JobStoreError):
+    with contextlib.suppress(JobStoreError, DistrunError):  # another machine may not have the plan's backend
         plan = folder.plan()
         for host in plan.hosts:
             if host.login and host.login == where.get("login"):
@@ -156,7 +156,8 @@ class RemoteSocket:
 
     def __init__(self, folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> None:
         self.problem: Problem | None = None
-        """Why the host cannot be asked, or how the connection broke; None: the coordinator has ended it."""
+        """Why the host cannot be asked, or how the connection broke; None: the coordinator, or we, have ended it."""
+        self._is_ended = False
         self._folder = folder
         self._where = where
         self._may_ask = may_ask
@@ -187,15 +188,17 @@ class RemoteSocket:
             self._fleet, found = ask(self._folder, self._where, args, self._may_ask, self._limit_s)
         else:
             found = self._fleet.next(self._limit_s)
-        if found is None:
+        if found is None and self._fleet.agents.hellos:
             raise TimeoutError
-        if isinstance(found, Problem):
+        found = found or Problem(str(self._where["host"]), "timeout", why(None, self._limit_s))
+        if isinstance(found, Problem) and not self._is_ended:
             self.problem = found
         return found.data if isinstance(found, AnswerPiece) else b""
 
     def shutdown(self, how: int) -> None:
         """End the connection both ways; any thread."""
         del how
+        self._is_ended = True
         if self._fleet is not None:
             self._fleet.cut()
 
@@ -221,22 +224,23 @@ def remove(folder: JobFolder, where: Mapping[str, Any]) -> str:
     return answer.text if isinstance(answer, Problem) else ""
 
 
-def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf) -> Iterator[bytes]:
+def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf, until: float = math.inf) -> Iterator[bytes]:
     """Yield the content of a file whose first piece has come.
 
     Raises:
-        NotAsked: it did not come whole, or has more than `most` bytes.
+        NotAsked: it did not come whole until `until`, monotonic time, or has more than `most` bytes.
     """
     found: object = first
-    while isinstance(found, AnswerPiece) and found.name == first.name:
+    while isinstance(found, AnswerPiece) and (found.job, found.name) == (first.job, first.name):
         most -= len(found.data)
         if found.left > most:
             raise NotAsked(f"it sent a file that is too large: {first.name!r}, {len(first.data) + first.left} bytes")
         yield found.data
         if found.left <= 0:
             return
-        found = fleet.next()
-    raise NotAsked(f"{first.name} did not come whole: {getattr(found, 'text', 'it could not be read to its end')}")
+        found = fleet.next(until - time.monotonic())
+    why = "it took too long" if found is None else getattr(found, "text", "it could not be read to its end")
+    raise NotAsked(f"{first.name} did not come whole: {why}")
 
 
 def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> None:

@@ -378,7 +378,8 @@ class Kubernetes(Engine):
                     raise
                 continue
             for job in answers.listed(text):
-                more = {"context": context, "namespace": job.namespace, "kind": kind}
+                # Who may not list JobSets is told that when one is to be ended; to delete its Jobs would not end it.
+                more = {"context": context, "namespace": job.namespace, "kind": JOBSETS if job.is_of_jobset else kind}
                 state = f"{'ended' if job.is_over else 'there'}, launched on {job.host}"
                 found.setdefault(job.marker, FoundJob(Handle(self.name, job.marker, more), job.marker, state))
         return list(found.values())
@@ -427,7 +428,7 @@ class Kubernetes(Engine):
         may_not = [verb for verb, what in JOBSET_RIGHTS if not self._may(verb, what)]
         if "create" in may_not:
             return CheckResult(True, "JobSets are not used: this user may not create them")
-        but = f", but this user may not {' and '.join(may_not)} them" if may_not else ""
+        but = f", but this user may not {' and '.join(may_not)} them" if may_not else " if the cluster takes them"
         return CheckResult(not may_not, f"JobSets are used{but}", f"ask the administrators for these rights; {WITHOUT}")
 
     def _wants_jobset(self) -> bool:

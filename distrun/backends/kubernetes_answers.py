@@ -209,6 +209,7 @@ class OwnJob(NamedTuple):
     host: str
     """Where it was launched."""
     is_over: bool
+    is_of_jobset: bool
 
 
 def listed(text: str) -> list[OwnJob]:
@@ -219,7 +220,8 @@ def listed(text: str) -> list[OwnJob]:
         true = {each["type"] for each in conditions if each["status"] == "True"}
         host = (about.get("annotations") or {}).get(HOST_NOTE, "?")
         is_over = bool(true & {"Complete", "Completed", "Failed"})
-        found.append(OwnJob(about["labels"][JOB_LABEL], about["namespace"], host, is_over))
+        is_of_jobset = any(owner["kind"] == "JobSet" for owner in about.get("ownerReferences") or ())
+        found.append(OwnJob(about["labels"][JOB_LABEL], about["namespace"], host, is_over, is_of_jobset))
     return found
 
 
@@ -321,7 +323,7 @@ def explanation(found: Objects, seen: Objects, place: str, limit: Explanation = 
         if not failed:
             return Explanation(facts.EXIT_TERMINATED, "Kubernetes: the Job was deleted by someone else")
         if place and place.rpartition("-")[0] not in left:  # by the JobSet, because another of its Jobs has failed
-            for first in seen.pods:
+            for first in sorted(seen.pods, key=lambda pod: pod.explanation() is None):  # those that say why first
                 if first.role in failed and first.phase == "Failed":
                     why = Explanation(facts.EXIT_HOST_LOST, f"Kubernetes: its pod has failed: {first.ended}")
                     return (first.explanation() or why)._replace(lost=first.node)

@@ -131,10 +131,12 @@ class _Attached:
             self._connection.send("subscribe", events=draws, metrics=draws, output={**start, "tasks": self._names})
             if draws:
                 self._connection.send("state")
-            self._follower.run()
-            self._withdraw()
-        if self._follower.cursor is not None and self._names is None:
-            places.write(self._follower.cursor)
+            try:
+                self._follower.run()
+            finally:
+                self._withdraw()
+                if self._follower.cursor is not None and self._names is None:
+                    places.write(self._follower.cursor)
         return self._end(start, places)
 
     def _end(self, start: dict[str, int], places: OutputPlace) -> int:

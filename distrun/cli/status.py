@@ -402,6 +402,8 @@ class _JobFollower:
                 except TimeoutError:
                     _check()
                     continue
+                except client.CoordinatorUnreachable:
+                    break
                 if frame is None:
                     break
                 if frame.type in ("outcome", "failed"):

@@ -124,8 +124,11 @@ class FrameSource:
                 connection.close()
 
     def _read(self, connection: ControlConnection) -> None:
-        for frame in connection.frames():
-            self._put(frame)
+        from distrun import client
+
+        with contextlib.suppress(client.CoordinatorUnreachable):  # whether it can be reached again, `_reconnect` tells
+            for frame in connection.frames():
+                self._put(frame)
         self._connection = None
         connection.close()
 

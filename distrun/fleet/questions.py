@@ -50,7 +50,8 @@ TICK_S = 1.0
 SILENT_S = 15.0
 """A host that sends a stream is lost when nothing has come from it for so long, not even the answers to our pings."""
 AWAY_S = 5.0
-"""If the loop did not run for so long, this process was stopped, or asked for no piece: silence is counted anew."""
+"""If the loop did not run for so long, this process was stopped, or asked for no piece: silence is counted anew. So it
+is while there are pieces: what comes behind them is not read."""
 SIGNALS = ("INT",)
 """Signals that the loop turns into events; all others keep their usual effect."""
 
@@ -287,7 +288,7 @@ class Questions:
         was_away = now - self.agents.now > AWAY_S
         self.agents.note(event, now)
         if self._is_stream:
-            heard = self._by if was_away else (getattr(event, "host", ""),)
+            heard = self._by if was_away or self.pieces else (getattr(event, "host", ""),)
             there = [host for host in heard if host in self._by and host in self.agents.hellos]
             self._by.update(dict.fromkeys(there, now + self._limit_s))
         if self._close_s is not None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakecoordinator import METRICS, Coordinator
-from fakessh import RUNS, FakeSsh
+from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
+from scripted_agent import ScriptedAgent
 
-from distrun import cli, jobs
+from distrun import cli, jobs, remote_jobs
 from distrun.errors import UsageError
 from distrun.ssh import connector
 from distrun_runtime.contract import session
+from distrun_runtime.contract.plan import Host
+from distrun_runtime.coordinator.channel import StreamChannel
 from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -190,6 +194,91 @@ def test_a_host_that_sends_nonsense_has_not_answered(said: str, store: JobStore,
     (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["unknown"]
     assert "cannot be asked" in view.problem
+
+
+class Answering:
+    """A backend whose only agent sends pieces, each when the one before is taken, and then ends the answer.
+
+    `is_endless`: it sends the last one again and again.
+    """
+
+    asker = None
+
+    def __init__(self, *pieces: dict[str, Any], is_endless: bool = False) -> None:
+        def script(agent: ScriptedAgent) -> None:
+            agent.say("hello", version=session.VERSION, host="d1", time=time.time(), agent={"pid": 1}, guard={"pid": 2})
+            number = agent.wait("ask").header["id"]
+            for each in itertools.chain(pieces, itertools.repeat(pieces[-1]) if is_endless else ()):
+                agent.say("piece", b"x", id=number, **each)
+                agent.wait("stream")
+            agent.say("answer", id=number)
+            agent.until_end(answer=True)
+
+        self._script = script
+
+    def connect(self, hosts: Sequence[Host]) -> tuple[StreamChannel, ...]:
+        return (ScriptedAgent(self._script).channel,)
+
+    def release(self, channels: Sequence[StreamChannel], limit_s: float) -> None: ...
+
+
+OURS = {"job": "odd-1", "name": "state.json", "left": 5}
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        (Answering({**OURS, "job": "x", "left": 0}), "it sent a file of a job that it was not asked for: 'x'"),
+        (Answering({**OURS, "name": "../../evil", "left": 0}), "it has no state of this job"),
+        (Answering(OURS, {**OURS, "job": "x"}), "state.json did not come whole: "),
+        (Answering({**OURS, "left": 1 << 40}), "it sent a file that is too large: 'state.json'"),
+        (Answering(OURS, is_endless=True), "state.json did not come whole: it took too long"),
+    ],
+    ids=["another job", "a path that leaves the folder", "a part of another job", "too large", "no end"],
+)
+def test_pieces_that_no_agent_sends_are_no_answer_and_leave_no_file(
+    backend: Answering, why: str, store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new(store, "odd-1")
+    place(folder, "ssh d1", tmp_path / "nobody.s", tmp_path / "theirs")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(remote_jobs, "_reached", lambda *args: (backend, Host("d1")))
+    (view,) = jobs.look([folder], there_s=2.0)
+    assert states([view]) == ["unknown"]
+    assert f"d1 cannot be asked: {why}" in view.problem
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_file_that_is_none_of_a_job_is_not_fetched(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new(store, "odd-1")
+    place(folder, "ssh d1", tmp_path / "nobody.s", tmp_path / "theirs")
+    backend = Answering({**OURS, "name": "logs/../../evil", "left": 0})
+    monkeypatch.setattr(remote_jobs, "_reached", lambda *args: (backend, Host("d1")))
+    assert "it sent a file that no job has: 'logs/../../evil'" in remote_jobs.refreshed(folder)
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_host_that_lacks_the_jobs_folder_is_not_told_as_late(
+    store: JobStore, tmp_path: Path, ssh: FakeSsh, coordinator: Callable[..., Coordinator]
+) -> None:
+    folder = new(store, "bare-1")
+    place(folder, ssh.does(), tmp_path / "c.s", tmp_path / "theirs")
+    (tmp_path / "theirs" / "state.json").unlink()
+    coordinator("c.s", folder.id)
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
+    assert view.problem == "d1 cannot be asked: it has no state of this job"
+
+
+def test_a_host_of_a_backend_that_is_not_installed_here_is_asked_by_ssh(
+    store: JobStore, tmp_path: Path, ssh: FakeSsh
+) -> None:
+    plan = sample_plan(job="tsp-1")._replace(backend="tsp", hosts=(Host("d1", login=LOGIN),))
+    folder = store.create(plan)
+    place(folder, ssh.does(), tmp_path / "nobody.s", tmp_path / "theirs")
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
+    assert (states([view]), view.problem) == (["running"], "")
 
 
 def test_jobs_that_go_on_come_first_and_of_the_others_the_newest(store: JobStore) -> None:

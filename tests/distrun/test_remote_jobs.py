@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from distrun_cli import wait_until
 from fakecoordinator import Coordinator
 from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
 
-from distrun import cli, client, jobs, remote_jobs
+from distrun import cli, client, jobs, killing, remote_jobs
 from distrun.backends.ssh import Ssh
 from distrun.client import CoordinatorLost
+from distrun.dashboard.source import FrameSource
 from distrun.hosts import HostSpec
+from distrun.jobs import Job
 from distrun.ssh import connector
 from distrun_runtime.agent import query
 from distrun_runtime.contract import facts, session
+from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -116,6 +121,155 @@ def test_a_stream_that_ends_is_told_from_one_that_breaks(folder: JobFolder, ssh:
                 os.killpg(int((tmp_path / "calls.pid").read_text()), signal.SIGKILL)
             assert stream.recv(65536) == b""
             assert (stream.problem is None) is is_ended
+
+
+@pytest.fixture
+def cut(folder: JobFolder, ssh: FakeSsh, tmp_path: Path) -> Callable[..., bool]:
+    """Have the job's coordinator be reached by an ssh; return what kills that."""
+    place(folder, ssh.does('echo $$ >"$CALLS.pid"; ' + RUNS), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+
+    def kill() -> bool:
+        os.killpg(int((tmp_path / "calls.pid").read_text()), signal.SIGKILL)
+        return True
+
+    return kill
+
+
+BROKE = "the connection to its coordinator on d1 broke: "
+
+
+def test_a_connection_that_breaks_is_not_the_coordinators_end_and_one_that_we_end_is_none(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path
+) -> None:
+    coordinator = Coordinator(tmp_path / "c.s", folder.id)
+    with client.connect(folder) as connection:
+        connection.end()
+        assert connection.receive(LIMIT_S) is None
+    with client.connect(folder) as connection:
+        cut()
+        with pytest.raises(client.CoordinatorUnreachable, match=BROKE) as caught:
+            connection.ends(LIMIT_S)
+    assert caught.value.hint.endswith(f"distrun attach {folder.id}")
+    coordinator.close()
+
+
+def test_attach_says_that_its_connection_broke_and_not_that_the_coordinator_is_gone(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_state("running", [])
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [b""] if kind == "subscribe" and cut() else [])
+    assert cli.run(["attach", folder.id]) == facts.EXIT_HOST_LOST
+    told = capfd.readouterr().err
+    assert BROKE in told
+    assert "is gone" not in told
+    coordinator.close()
+
+
+def test_kill_does_not_say_that_a_coordinator_has_ended_whose_connection_broke(
+    folder: JobFolder,
+    cut: Callable[[], bool],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder.write_state("running", [])
+    stopped = session.encode({"type": "stop"})
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [stopped] if kind == "stop" else [])
+    is_heard = killing._is_heard
+    monkeypatch.setattr(killing, "_is_heard", lambda *args: is_heard(*args) and cut())
+    assert cli.run(["kill", folder.id]) == facts.EXIT_HOST_LOST
+    shown = capfd.readouterr()
+    assert BROKE in shown.err
+    assert "has ended" not in shown.out + shown.err
+    coordinator.close()
+
+
+def test_the_dashboard_connects_again_when_its_connection_breaks(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path
+) -> None:
+    folder.write_state("running", [])
+    coordinator = Coordinator(tmp_path / "c.s", folder.id)
+    source = FrameSource(folder)
+    source.start(client.connect(folder))
+    cut()
+    wait_until(lambda: [each["type"] for each in coordinator.asked].count("subscribe") == 2, LIMIT_S, "a second one")
+    assert "failed_here" not in [frame.type for frame in source.take()]
+    source.close()
+    coordinator.close()
+
+
+def test_watching_a_job_connects_again_when_its_connection_breaks(
+    folder: JobFolder, cut: Callable[[], bool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_state("running", [])
+    outcome = session.encode({"type": "outcome", "outcome": folder.outcome_json(Outcome(0, "succeeded", "all well"))})
+    subscribed: list[str] = []
+
+    def answer(kind: str) -> list[bytes]:
+        if kind != "subscribe":
+            return []
+        subscribed.append(kind)
+        if len(subscribed) == 2:  # the first one asks for the snapshot
+            cut()
+        return [outcome] if len(subscribed) > 2 else []
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, answer)
+    assert cli.run(["status", "--watch", "--json", folder.id]) == 0
+    assert '"gap"' in capfd.readouterr().out
+    coordinator.close()
+
+
+def test_a_host_that_says_nothing_cannot_be_asked_and_is_not_asked_again(
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_jobs, "ANSWER_S", 0.5)
+    place(folder, ssh.does("exec sleep 60\n"), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    with pytest.raises(
+        client.CoordinatorUnreachable, match=r"is on d1, which cannot be asked: no answer within 0\.5 s"
+    ):
+        Job(folder).attach()
+    assert len(ssh.calls) == 1
+
+
+def test_a_login_that_works_is_tried_where_a_host_cannot_be_asked(
+    folder: JobFolder, ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_jobs, "ANSWER_S", 0.5)
+    ssh.does("exec sleep 60\n")
+    place(folder, "ssh -p 2222 ann@d1", str(tmp_path / "c.s"))
+    with pytest.raises(client.CoordinatorUnreachable) as caught:
+        client.connect(folder)
+    assert caught.value.hint == "try: ssh -p 2222 ann@d1 true; or type this command on d1"
+
+
+class Pieces:
+    """What a host sends. `late`: the first piece, for ever."""
+
+    def __init__(self, *pieces: AnswerPiece, is_endless: bool = False) -> None:
+        self.pieces = list(pieces)
+        self.is_endless = is_endless
+
+    def next(self, limit_s: float = math.inf) -> AnswerPiece | None:
+        if self.is_endless:
+            return self.pieces[0] if limit_s > 0 else None
+        return self.pieces.pop(0) if self.pieces else None
+
+
+def piece(job: str, data: bytes, left: int, name: str = "state.json") -> AnswerPiece:
+    return AnswerPiece("d1", 1, job, name, data, left)
+
+
+def test_a_file_that_never_ends_is_given_up_when_the_time_is_over() -> None:
+    first = piece("job-a", b"", 5)
+    with pytest.raises(remote_jobs.NotAsked, match=r"state\.json did not come whole: it took too long"):
+        list(remote_jobs.content(Pieces(first, is_endless=True), first, until=time.monotonic() + 0.2))  # type: ignore[arg-type]
+
+
+def test_a_file_is_not_completed_by_that_of_another_job() -> None:
+    first = piece("job-a", b'{"a":', 5)
+    rest = Pieces(piece("job-b", b"{}", 0))
+    with pytest.raises(remote_jobs.NotAsked, match="did not come whole"):
+        list(remote_jobs.content(rest, first))  # type: ignore[arg-type]
 
 
 def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_lost(

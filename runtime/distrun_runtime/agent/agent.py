@@ -192,6 +192,7 @@ class Agent:
         """Move output towards the coordinator as far as windows and the pipe allow."""
         self._runner.pump()
         if self._streams:
+            self._heard_at = time.monotonic()  # with their end, the lease begins
             self._streams = [each for each in self._streams if each.proceed()]
         self._channel.flush()
         if self._channel.is_broken and not self._channel.is_over:

@@ -203,7 +203,7 @@ class JobStream:
     def proceed(self) -> bool:
         """Say what there is room for; return whether more may come, else the answer was said."""
         while self._room > 0 and next(self._pieces, False):
-            pass
+            self._channel.flush()  # the next socket may take its time
         is_open = self._room > 0
         for job, peer in self._peers.items():
             if is_open != (peer in self._selector.get_map()):
@@ -219,8 +219,12 @@ class JobStream:
     def take(self, taken: int, job: str, data: bytes) -> None:
         """Note that so many bytes were taken, and pass `data` on to a control socket."""
         self._room += taken
-        with contextlib.suppress(OSError, KeyError):  # it reads no more; its last words may still be on their way
+        try:
             self._peers[job].sendall(data)
+        except BlockingIOError:  # a part of a frame may be sent: nothing that follows would be understood
+            self._end(job)
+        except (OSError, KeyError):
+            pass  # it reads no more; its last words may still be on their way
 
     def _read(self, jobs: Sequence[Sequence[str]], files: Sequence[Sequence[Any]], asked: str) -> Iterator[bool]:
         """Say one piece of a file after another, then connect to the control sockets; yield True after each."""
@@ -229,18 +233,24 @@ class JobStream:
         for job, folder, _ in jobs:
             for pattern, most in files if folder else ():
                 for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
-                    # A file that ends too early, or cannot be read on, is cut: its last piece says that more is left.
-                    with contextlib.suppress(OSError), open(path, "rb") as file:
-                        about = os.fstat(file.fileno())
-                        left = min(about.st_size, most or about.st_size)
-                        file.seek(about.st_size - left)
-                        while True:
-                            data = file.read(min(left, READ_BYTES))
-                            left -= len(data)
-                            self._tell(job, os.path.relpath(path, folder), data, left, time.time() - about.st_mtime)
-                            yield True
-                            if not (data and left):
-                                break
+                    # A file that ends too early, or cannot be read, is cut: its last piece says that more is left.
+                    name = os.path.relpath(path, folder)
+                    try:
+                        with open(path, "rb") as file:
+                            about = os.fstat(file.fileno())
+                            left = min(about.st_size, most or about.st_size)
+                            file.seek(about.st_size - left)
+                            while True:
+                                data = file.read(min(left, READ_BYTES))
+                                left -= len(data)
+                                self._tell(job, name, data, left, time.time() - about.st_mtime)
+                                yield True
+                                if not (data and left):
+                                    break
+                    except (FileNotFoundError, IsADirectoryError):
+                        pass
+                    except OSError:
+                        self._tell(job, name, b"", 1)
         for job, _, path in jobs:
             if path:
                 self._peers[job] = peer = socket.socket(socket.AF_UNIX)
@@ -250,6 +260,7 @@ class JobStream:
                     peer.sendall(bytes.fromhex(asked))
                 peer.setblocking(False)
                 self._hear(job)
+                yield True
 
     def _hear(self, job: str) -> None:
         peer = self._peers[job]
@@ -259,11 +270,17 @@ class JobStream:
             return
         except OSError:
             data = b""
-        self._tell(job, "frames" if data else "", data)
-        if not data:
-            if peer in self._selector.get_map():
-                self._selector.unregister(peer)
-            self._peers.pop(job).close()
+        if data:
+            self._tell(job, "frames", data)
+        else:
+            self._end(job)
+
+    def _end(self, job: str) -> None:
+        self._tell(job, "", b"")
+        peer = self._peers.pop(job)
+        if peer in self._selector.get_map():
+            self._selector.unregister(peer)
+        peer.close()
 
     def _tell(self, job: str, name: str, data: bytes, left: int = 0, age_s: float = 0.0) -> None:
         self._channel.say(AnswerPiece, id=self._number, job=job, name=name, data=data, left=left, age_s=age_s)

@@ -282,7 +282,7 @@ def test_doctor_says_whether_jobsets_are_used(tmp_path: Path, monkeypatch: pytes
     served = "*'get --raw=/apis/jobset.x-k8s.io/v1alpha2') ;;"
     refused = "jobsets.jobset.x-k8s.io') echo no; exit 1 ;;"
     for answer, told, is_ok in [
-        (served, "used", True),
+        (served, "used if the cluster takes them", True),
         ("*--raw=/apis*) echo 'Error: not found' >&2; exit 1 ;;", "not used: kubectl says: Error: not found", True),
         (f"{served}\n*'create {refused}", "not used: this user may not create them", True),
         (f"{served}\n*'delete {refused}", "used, but this user may not delete them", False),
@@ -321,6 +321,23 @@ def test_a_job_whose_store_is_lost_is_found_as_what_is_to_be_deleted(
     engine = Kubernetes()
     engine.options = options(config=TELLS)
     assert [(each.handle.more["kind"], each.marker, each.state) for each in engine.find()] == found
+
+
+def test_jobs_of_jobsets_that_this_user_may_not_list_are_not_taken_for_jobs_and_kill_tells_the_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = json.loads(listed("Job", "distrun-a", "Suspended"))
+    job["items"][0]["metadata"]["ownerReferences"] = [{"kind": "JobSet", "name": "distrun-a"}]
+    refused = FORBIDDEN.replace("create", "list")
+    answer = f"*'get jobsets'*) echo '{refused}' >&2; exit 1 ;;\n*'get jobs '*) echo '{json.dumps(job)}' ;;"
+    kubectl(tmp_path, monkeypatch, f"{VIEW}\n{answer}\n*'get jobs,pods'*) echo '{{\"items\": []}}' ;;")
+    engine = Kubernetes()
+    engine.options = options(config=TELLS)
+    [found] = engine.find()
+    assert found.handle.more["kind"] == JOBSETS
+    with pytest.raises(EngineError, match='User "ann" cannot list resource') as caught:
+        QueueBackend(engine).cancelled(found.handle)
+    assert "ask the administrators for a Role" in caught.value.hint
 
 
 def test_jobsets_that_are_not_told_just_now_are_not_taken_for_jobs(
@@ -611,6 +628,9 @@ def test_jobs_that_a_jobset_has_ended_end_for_the_reason_of_the_one_that_failed(
         killed = dataclasses.replace(pod, ended=Reason("Error", ""), code=137)
         told = answers.explanation(found, seen_all._replace(pods=[killed]), "server-0")
         assert told == Explanation(7, "Kubernetes: its pod has failed: Error", pod.node)
+        both = [dataclasses.replace(killed, name="first", place="worker-1"), pod]
+        told = answers.explanation(found, seen_all._replace(pods=both), "server-0")
+        assert told == why._replace(lost=pod.node), "the one that says why counts, not the first one"
         assert answers.explanation(found, seen_all._replace(pods=[]), "server-0") is None
         assert answers.explanation(found, seen_all._replace(pods=[]), "") is None
     assert answers.explanation(seen._replace(jobs=[server]), seen_all, "server-0") == DELETED

@@ -123,6 +123,20 @@ def test_a_reader_that_was_stopped_does_not_take_the_host_of_its_stream_for_lost
     assert questions.answers() == {}
 
 
+def test_a_reader_that_is_slow_to_take_pieces_does_not_take_their_host_for_lost() -> None:
+    questions, history = streaming()
+    history.tell(*(agent_messages.AnswerPiece("a", 1, "calm-otter", "frames", b"x") for _ in range(20)))
+    while questions.pieces:
+        history.now += 1.0
+        history.tell(messages.Tick())
+        assert questions.answers() == {}
+        questions.pieces.popleft()
+    history.wait(14.0)
+    assert not questions.is_over
+    history.wait(2.0)
+    assert isinstance(questions.answers()["a"], Problem)
+
+
 def test_the_time_to_answer_begins_when_the_agent_is_there() -> None:
     questions, history = asked(["a"])
     history.wait(59.0).hello("a").wait(29.0)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +18,11 @@ from distrun.backends.local import ChildChannel
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
 from distrun_runtime.contract import agent_messages, session
+from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.channel import Put
+from distrun_runtime.coordinator.channel import Put, StreamChannel
 from distrun_runtime.coordinator.failures import Problem
 
 HOSTS = (Host("a"), Host("b"), Host("c"))
@@ -61,10 +66,10 @@ class Scripted:
 class Backend:
     name = "test"
 
-    def __init__(self, *channels: Scripted) -> None:
+    def __init__(self, *channels: Scripted | StreamChannel) -> None:
         self.channels = channels
 
-    def connect(self, hosts: Sequence[Host]) -> tuple[Scripted, ...]:
+    def connect(self, hosts: Sequence[Host]) -> tuple[Scripted | StreamChannel, ...]:
         return self.channels
 
 
@@ -167,3 +172,33 @@ def test_real_agents_answer_and_refuse_what_they_do_not_know() -> None:
         malformed = talk.ask("match", {"regex": "("}, 60.0)["b"]
         assert isinstance(malformed, Problem)
         assert "not a regular expression" in malformed.text
+
+
+IMPATIENT = """
+from distrun_runtime.agent import __main__, agent
+
+agent.FIRST_LEASE_S = 2.0
+__main__.main()
+"""
+
+
+def test_an_agent_whose_reader_was_stopped_during_a_stream_is_there_after_the_stream(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", IMPATIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    channel = StreamChannel("a", os.dup(child.stdout.fileno()), os.dup(child.stdin.fileno()))
+    child.stdin.close()
+    child.stdout.close()
+    with socket.socket(socket.AF_UNIX) as coordinator:
+        coordinator.bind(str(tmp_path / "c.s"))
+        coordinator.listen()
+        with Fleet(Backend(channel), HOSTS[:1]) as talk:  # type: ignore[arg-type]
+            talk.begin("jobs", {"jobs": [["j", "", str(tmp_path / "c.s")]], "files": [], "asked": ""})
+            assert talk.next(1.0) is None
+            time.sleep(2.5)  # nothing is sent: no ping, as if this process were stopped
+            coordinator.accept()[0].close()
+            time.sleep(0.5)
+            assert isinstance(talk.next(60.0), AnswerPiece)
+            assert talk.next(60.0) == HostAnswer(None)
+            assert isinstance(talk.ask("survey", {}, 60.0)["a"], HostAnswer)
+    child.wait(60.0)
