@@ -231,8 +231,12 @@ class Store:
         """Return the workers whose contribution to an open round is zero."""
         return self.joined | self.left
 
-    def reach(self, shards: Array) -> Array:
-        """Return the last round of each shard that all workers have contributed to who are not excused."""
+    def reach(self, shards: Array | slice) -> Array:
+        """Return the last round of each shard that all workers have contributed to who are not excused.
+
+        Arguments:
+            shards: a slice only while nobody is excused.
+        """
         excused = self.excused()
         if not excused:
             last: Array = self.last[:, shards]
