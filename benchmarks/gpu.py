@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import mmap
+import os
 import platform
 import shutil
 import signal
@@ -193,7 +194,7 @@ class Card:
         self._torch = torch
         self._runtime = cupy.cuda.runtime
         self.l2 = int(self._runtime.getDeviceProperties(device.physical)["l2CacheSize"])
-        self.stream = int(device._work.stream.handle)
+        self.stream = int(device.work.stream.handle)
         self._plug = self._runtime.malloc(PLUG_BYTES)
         self._fill_plugs(self.stream, WARM_UP)
         filling = [self._timed(self.stream, lambda: self._fill_plugs(self.stream, 5))[0] / 5 for _ in range(3)]
@@ -694,7 +695,8 @@ class Stepping:
         written = [self._arrays[each.name] for each in used if each.access is not Access.READ]
         read = [self._arrays[each.name] for each in used if each.access is not Access.WRITE]
         self.moved = sum(each.nbytes for each in (*written, *read))
-        arguments = step.arguments({name: each.pointer for name, each in self._arrays.items()}, self.weight.size)
+        arrays = [(fuse.USES[each.access], self._arrays[each.name]) for each in used]
+        arguments: list[Argument] = [*(use(each.pointer, each.nbytes) for use, each in arrays), *step.scalars]
         self._device.launch(step.program, step.kernel.name, arguments, self.weight.size, reads=read, writes=written)
 
 
@@ -794,13 +796,14 @@ def stores(card: Card, plan: Plan) -> Iterator[Row]:
         yield row("`device`: " + work, "`local`", times["device"], times["local"], goal=10.0)
 
 
-def round_of(card: Card, plan: Plan, store: Any, k: int) -> Callable[[int], object]:
+def round_of(card: Card, plan: Plan, store: Any, k: int, rule: str = "sgd") -> Callable[[int], object]:
     """Return a round of a store, with arrays of cupy."""
     cupy, sizes = card.cupy, plan.shapes()
     gradients = [[cupy.full(shape, 0.001, "float32") for _ in range(k)] for shape in sizes]
     outs = [[cupy.zeros(shape, "float32") for _ in range(k)] for shape in sizes]
     keys = list(range(len(sizes)))
-    store.set_optimizer("sgd", learning_rate=0.01, momentum=0.9)
+    if rule:
+        store.set_optimizer(rule, learning_rate=0.01, momentum=0.9)
     store.init(keys, [cupy.zeros(shape, "float32") for shape in sizes])
 
     def way(_: int) -> None:
@@ -809,6 +812,73 @@ def round_of(card: Card, plan: Plan, store: Any, k: int) -> Callable[[int], obje
         card.synchronize()
 
     return way
+
+
+def calls(card: Card, plan: Plan) -> Iterator[Row]:
+    """Calls of a `device` store in one process that come again with the same arrays of one GPU, and its first one."""
+    tensors = "the %d tensors of %s" % (len(plan.shapes()), plan.model)
+    for k, rule, wanted in ((2, "sgd", 0.0015), (1, "", 0.0012), (4, "", 0.003)):
+        with kvstore.create("device") as store:
+            way = Contestant(round_of(card, plan, store, k, rule), None)
+            found = compare(card, plan, {"ours": way})["ours"]
+        work = "`device`: push and pull of k = %d lists of %s, %s" % (k, tensors, rule or "no rule")
+        yield row(work, "%g ms" % (wanted * 1e3), found, [Times(wanted)] * len(found), goal=1.0)
+    yield row("the first `init`, nothing compiled before", "1 s", [Times(first_init(plan))], [Times(1.0)], goal=1.0)
+    yield pair_beside_torch(card, plan)
+
+
+def pair_beside_torch(card: Card, plan: Plan) -> Row:
+    """Return the sum of two large arrays and its pull, by a store and by torch."""
+    torch, n = card.torch, plan.giga // 4
+    parts, out = [card.of_torch(card.random(n, F32, seed)) for seed in range(2)], card.of_torch(card.random(n))
+    total = torch.empty_like(out)
+
+    def theirs(_: int) -> None:
+        torch.add(parts[0], parts[1], out=total)
+        out.copy_(total)
+        card.synchronize()
+
+    with kvstore.create("device") as store:
+        store.init("w", out)
+
+        def ours(_: int) -> None:
+            store.push("w", parts)
+            store.pull("w", out=out)
+            card.synchronize()
+
+        times = compare(card, plan, {"ours": Contestant(ours, None), "theirs": Contestant(theirs, None)})
+    work = "`device`: push of a pair of arrays of %s, and pull" % size_of(4 * n)
+    return row(work, "torch.add(out=), copy_", times["ours"], times["theirs"], goal=1.0, moved_bytes=20 * n)
+
+
+FIRST_INIT = """
+import sys, time
+import cupy
+import numpy
+from distrun_runtime import kvstore
+
+arrays = [cupy.asarray(numpy.zeros(int(size), "float32")) for size in sys.argv[1:]]
+begin = time.perf_counter()
+with kvstore.create("device") as store:
+    store.set_optimizer("sgd", learning_rate=0.01, momentum=0.9)
+    store.init(list(range(len(arrays))), arrays)
+    print(time.perf_counter() - begin)
+"""
+
+
+def first_init(plan: Plan) -> float:
+    """Return the seconds of a first `init` in a process of its own that finds no compiled kernels.
+
+    Raises:
+        ChildProcessError: it failed.
+    """
+    sizes = [str(math.prod(shape)) for shape in plan.shapes()]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "XDG_CACHE_HOME": folder, "CUPY_CACHE_DIR": folder}
+        code, text = gpu_results.run_limited([sys.executable, "-c", FIRST_INIT, *sizes], 60.0, env=env)
+    if code != 0:
+        raise ChildProcessError("the first init failed: " + text.strip())
+    return float(text.split()[-1])
 
 
 def jobs(card: Card, plan: Plan) -> Iterator[Row]:
@@ -900,10 +970,11 @@ SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "rules": rules,
     "copies": copies,
     "stores": stores,
+    "calls": calls,
     "jobs": jobs,
     "round": round_beside_bus,
 }
-WITH_TORCH = ("peers", "rules")
+WITH_TORCH = ("peers", "rules", "calls")
 SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 1.5}
 """Of the time that is left; the others have 1."""
 
@@ -1082,6 +1153,10 @@ not wait for the program (with \\*, it may have waited in some run); *wall* is o
 there is a time by events, GB/s and ratio are of it. *A copy of the same bytes*: one copy within the GPU's memory that
 reads and writes as many bytes in all. Inputs rotate over more than four times what the L2 cache holds. Sums are
 compared with float64, of large arrays the first, middle and last elements.
+
+Kernels of lists, decoders of codecs and calls of stores were changed after 2026-11-26, and are not measured since: no
+GPU was at hand. What a call of a store costs beside the work of the GPU, in calls of the driver and in Python's time,
+is counted on any machine by `benchmarks/gpu_calls.py`.
 
 Rounds of jobs are of 2 workers and 2 servers in four processes, from cupy's arrays to cupy's arrays. Processes that
 share a GPU work on it by turns, each for a slice of time, not at once: several GPUs would do better, and the ratios of

@@ -355,6 +355,8 @@ class KVStore(KVStoreBase):
                 return _awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
+        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("push", key, value, None)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
             call = CallOptions(number, lent=own or not wait, own=own, scale=factor, waits=wait)
@@ -377,9 +379,12 @@ class KVStore(KVStoreBase):
         if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
             return _awaited(steady, True)
         self._ready()
+        number = _numbers(priority)[0]
+        if self._lifetime.uses_gpus and wait and (made := self._planned("pull", key, None, out)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
-            call = CallOptions(_numbers(priority)[0], waits=wait)
+            call = CallOptions(number, waits=wait)
             if not keys.records:
                 return CompletedCall("pull of no keys")
             return _awaited(borrowed.until(self._backend.pull(keys, outs, call)), wait)
@@ -402,6 +407,9 @@ class KVStore(KVStoreBase):
                 return _awaited(steady, True)
         self._ready()
         number, factor = _numbers(priority, scale)
+        outs = value if out is None else out
+        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("pushpull", key, value, outs)):
+            return made
         with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
             targets, outs = self._outputs(key, given_out, borrowed)
@@ -848,7 +856,6 @@ class KVStore(KVStoreBase):
         records: list[KeyRecord] = []
         try:
             records = self._backend.init(items, call_number)
-            self._backend.reducer.know(records)
         finally:
             with self._lock:
                 for name, _ in items:
@@ -885,6 +892,14 @@ class KVStore(KVStoreBase):
                 hint = values.list_hint(each, dtypes.name_of(record.dtype)) if record.shape else ""
                 raise KVError(f"{err}{hint}") from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
+
+    def _planned(self, call: str, key: Keys, value: object, out: object) -> Pending | None:
+        """Make a call with arrays on a GPU, if the store has a plan for it; None: it has none."""
+        known = self._known(key)
+        given, outs = (None if each is None else _listed(key, each) for each in (value, out))
+        if known is None or not self._backend.planned(known, given, outs):
+            return None
+        return CompletedCall(f"{call} of {known.named}")
 
     def _given(
         self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays
@@ -933,8 +948,10 @@ class KVStore(KVStoreBase):
             found = self._selections.get(names)
         except TypeError:  # Something that is no key.
             return None
+        if found is None or type(found.records[0].key) is str:
+            return found
         # Equal keys may be of other types: True, numpy's integers.
-        return found if found is not None and set(map(type, names)) == {type(found.records[0].key)} else None
+        return found if set(map(type, names)) == {int} else None
 
     def _selected(self, key: Keys, records: list[KeyRecord]) -> Selection:
         """Return the selection of these records, and keep it if it is that of the keys as they were given."""

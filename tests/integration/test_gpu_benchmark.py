@@ -165,6 +165,26 @@ def test_stores_are_measured_beside_each_other(gpu: ModuleType, card: Any) -> No
     assert [row.goal for row in part.rows] == [10.0, 10.0]
 
 
+@pytest.mark.slow
+def test_calls_of_a_store_are_measured_beside_what_is_wanted(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "gpustandin"))
+    part = found_by(gpu, card, "calls", model="2x30")
+    assert [(row.against, row.goal) for row in part.rows] == [
+        *(("1.5 ms", 1.0), ("1.2 ms", 1.0), ("3 ms", 1.0), ("1 s", 1.0)),
+    ]
+    assert (part.state, "torch is not installed" in part.text) == ("failed", True)
+
+
+def test_what_a_call_costs_is_counted_without_a_gpu(check: ModuleType) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_calls.py"), "--counts"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "12 calls of the driver, goal 12: reached" in done.stdout
+    assert "0 of 7 goals missed" in done.stdout
+
+
 def test_sums_of_cupy_are_measured_without_torch(gpu: ModuleType, card: Any) -> None:
     part = found_by(gpu, card, "peers")
     assert [row.against for row in part.rows] == ["cupy, naive"]
@@ -342,7 +362,7 @@ machine = Machine(1)
 found = {}
 with gpus_of_process(machine):
     card = gpu.Card(machine.gpus.get(0), drycard.cupy_of(machine), drycard.Torch(machine, torch))
-    for name in gpu.WITH_TORCH:
+    for name in ("peers", "rules"):
         part = gpu.measured(card, name, gpu.SMALL, lambda part: None)
         found[name] = [part.state, part.text, {row.work + ": " + row.against: row.goal for row in part.rows}]
 machine.finish()
@@ -692,6 +712,21 @@ def test_missed_goals_have_an_exit_code_of_their_own(
     assert run.code(["benchmarks"]) == 3
     run.results.parts["copies"] = part_of(kept, state="out of time")
     assert run.code(["benchmarks"]) == 1
+
+
+def test_calls_are_measured_and_counted(
+    checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = checked('shift\necho "$@" >&2\n[ "$1" = --check ] && echo "k = 2: 12 calls, goal 12: reached"\nexit 0')
+    run.run("calls")
+    assert "--sections calls" in capfd.readouterr().err
+    assert run.results.parts["counts"].state == "done"
+    assert "goal 12: reached" in run.results.parts["counts"].text
+    run.results.parts["calls"] = part_of(kept, a_row(kept, 0.95), name="calls")
+    assert run.code(["calls"]) == 0
+    run = checked('[ "$2" = --check ] && exit 1\nexit 0')
+    run.run("calls")
+    assert run.code(["calls"]) == 1
 
 
 def test_an_environment_of_this_checkout_is_made_and_what_is_missing_is_told(

@@ -449,8 +449,8 @@ class StandIn:
 
         for argument in arguments:
             if isinstance(argument, Table):
-                addresses = np.array([known(entry) for entry in argument.entries], np.uint64)
-                wanted = np.array([entry.pointer.address for entry in argument.entries], np.uint64)
+                addresses = np.array([known(entry) for entry in argument.entries()], np.uint64)
+                wanted = np.array(argument.addresses, np.uint64)
                 table, access = self._view(argument.pointer, wanted.nbytes, stream)
                 accesses.append((*access, False))
                 made.append(functools.partial(self._table, kernel, table, wanted, addresses))

@@ -146,6 +146,9 @@ class Tensor:
         assert self.memory is not None
         return self.memory.address
 
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
+
     def is_contiguous(self) -> bool:
         return self.memory is None or self.memory.is_contiguous
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from cudastandin import Mistake
 from gpukit import Machine, values
+from sums import add as add_to
+from sums import total as total_of
 
-from distrun_runtime.arrays.cuda import HostMemory, Pointer, Stream
+from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Read, Stream, Write
 from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn, counts_of
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.ops import compression, optimizers, update
 
@@ -23,7 +29,7 @@ def check(found: Array, expected: Array) -> None:
 
 
 def total(parts: Sequence[Array]) -> Array:
-    return CpuDevice().total(parts)
+    return total_of(CpuDevice(), parts)
 
 
 def arrays_come_and_go(machine: Machine) -> None:
@@ -31,8 +37,8 @@ def arrays_come_and_go(machine: Machine) -> None:
     given = [values((300,), F32, seed) for seed in range(2)]
     mine = [device.put(each) for each in given]
     device.scale(mine[0], 2.0)
-    check(device.host(device.total(mine)), total([given[0] * np.float32(2), given[1]]))
-    device.add(mine[1], given[0])
+    check(device.host(total_of(device, mine)), total([given[0] * np.float32(2), given[1]]))
+    add_to(device, mine[1], given[0])
     check(device.host(mine[1]), total([given[1], given[0]]))
     none = device.zeros((300,), F32)
     check(device.host(none), np.zeros(300, F32))
@@ -45,7 +51,7 @@ def memory_is_used_again(machine: Machine) -> None:
     device = machine.gpus.get(0)
     for turn in range(2):
         given = [values((200,), F32, 10 * turn + seed) for seed in range(3)]
-        sums = device.total([device.put(each) for each in given])
+        sums = total_of(device, [device.put(each) for each in given])
         copied = device.put(sums)
         del sums
         later = device.put(given[0])  # where the sums were
@@ -58,9 +64,9 @@ def values_come_from_other_devices(machine: Machine) -> None:
     here, there = machine.gpus.get(0), machine.gpus.get(1)
     given = [values((300,), F32, seed) for seed in range(3)]
     theirs = there.put(given[1])
-    into = here.total([here.put(given[0]), theirs, given[2]])
+    into = total_of(here, [here.put(given[0]), theirs, given[2]])
     there.scale(theirs, 2.0)  # not before it was copied
-    back = there.total([theirs, into])
+    back = total_of(there, [theirs, into])
     here.scale(into, 0.0)
     check(there.host(back), total([given[1] * np.float32(2), total(given)]))
     moved = here.put(theirs)
@@ -77,7 +83,7 @@ def many_and_mixed_parts_are_summed(machine: Machine) -> None:
         CpuDevice().sum(given, expected)
         device.sum([device.put(each) for each in given], out)
         many = [values((40,), F32, 20 * turn + seed) for seed in range(10)]
-        sums = device.total([device.put(each) for each in many])
+        sums = total_of(device, [device.put(each) for each in many])
         # What comes next is put where the tables were.
         fresh = [device.put(values((4,), F32, seed)) for seed in range(4)]
         check(device.host(out), expected)
@@ -124,9 +130,9 @@ def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
     given = values((100,), F32)
     array, target = device.put(given), other.put(given)
     for _ in range(2):
-        device.add(array, target)  # read by device's stream
+        add_to(device, array, target)  # read by device's stream
         other.scale(target, 2.0)  # written by other's
-        other.add(target, array)
+        add_to(other, target, array)
         device.scale(array, 0.5)
     expected, far = given.copy(), given.copy()
     for _ in range(2):
@@ -369,6 +375,48 @@ def a_rule_steps_over_a_list(machine: Machine) -> None:
             check(device.host(each), expected)
 
 
+class Dropped:
+    """Memory of a program that is freed with the last reference."""
+
+    def __init__(self, cuda: Cuda, pointer: Pointer) -> None:
+        weakref.finalize(self, freed, cuda, pointer).atexit = False
+
+
+def freed(cuda: Cuda, pointer: Pointer) -> None:
+    with contextlib.suppress(Mistake):  # in a destructor it would only be printed: `finish` raises it
+        cuda.free(pointer)
+
+
+def calls_are_planned(machine: Machine) -> None:
+    """Kernels over memory of the program, between what it does before and after, as `arrays.plans` has them."""
+    device, order, borrowing = machine.gpus.get(0), machine.gpus.order, machine.gpus.borrowing
+    cuda, stream = order.cuda, order.cuda.stream(0)
+    sizes, keeper, out = [100, 7], borrowing.keeper, cuda.alloc(0, 428)
+    stored = [device.put(values((size,), F32, size)) for size in sizes]
+    write = device.sum_lists([TensorColumn.of(Read, stored)], [column(Write, out)], sizes, F32)
+    for turn in range(4):
+        given, numbers = cuda.alloc(0, 428), values((107,), F32, turn)
+        dropped = Dropped(cuda, given)
+        cuda.copy(given, HostMemory(address_of(numbers), 428), 428, stream)
+        cuda.fill(out, turn, 428, stream)
+        read = device.sum_lists([column(Read, given)], [TensorColumn.of(Write, stored)], sizes, F32)
+        caller = borrowing.caller(0, stream.handle)
+        keeper.collect()
+        order.begin_after(device.work, caller)
+        read.run(counts_of(1))
+        write.run(counts_of(1))
+        keeper.keep_until(order.end_before(device.work, caller), dropped)
+        del dropped
+    found = np.empty(107, F32)
+    cuda.copy(HostMemory(address_of(found), 428), out, 428, stream)
+    check(found, numbers)
+
+
+def column(use: Any, pointer: Pointer) -> TensorColumn:
+    """Return memory of a program as two tensors, of 100 and 7 elements."""
+    return TensorColumn(use, [pointer.address, pointer.address + 400], [400, 28])
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -387,6 +435,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         values_are_compressed,
         a_rule_steps_over_a_weight,
         a_rule_steps_over_a_list,
+        calls_are_planned,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

@@ -29,7 +29,6 @@ class Store:
         self.backend = backend
         backend.reducer.prepare(KeyRecord.of(key, 0, value) for key, value in items.items())
         records = backend.init(list(items.items()), backend.reserve() if isinstance(backend, DistBackend) else 0)
-        backend.reducer.know(records)
         self.records = {record.key: record for record in records}
         self.keys = Selection(records)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cxx
 import numpy as np
 import numpy.typing as npt
 
+from distrun_runtime.arrays.cuda import Argument, Pointer
 from distrun_runtime.arrays.dtypes import narrow, widen, work_dtype
 from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.ops import fuse
@@ -32,6 +34,13 @@ def launch(step: fuse.FusedStep, arrays: dict[str, Array], compiled: cxx.Compile
     compiled(step.kernel.name, [*pointers, *step.scalars], length)
     for name, before in read.items():
         assert before.tobytes() == arrays[name].tobytes()
+
+
+def arguments(step: fuse.FusedStep, arrays: Mapping[str, Pointer]) -> list[Argument]:
+    """Return what to launch a step's kernel with, given where each array is, by its name in the kernel."""
+    used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
+    places = [fuse.USES[each.access](arrays[each.name], arrays[each.name].nbytes) for each in used]
+    return [*places, *step.scalars]
 
 
 def values(random: np.random.Generator, length: int, dtype: np.dtype[Any], specials: bool = False) -> Array:

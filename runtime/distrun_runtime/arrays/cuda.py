@@ -112,7 +112,20 @@ class Table:
     """An argument of a kernel: an array of addresses in device memory, and what it does with the memory there."""
 
     pointer: Pointer
-    entries: tuple[Read | Write | Update, ...]
+    uses: tuple[Use, ...]
+    """Of each column; all have equally many addresses."""
+    addresses: tuple[int, ...]
+    """Column after column."""
+    nbytes: tuple[int, ...]
+    """Of the memory at each address."""
+
+    def entries(self) -> list[Read | Write | Update]:
+        """Return what the kernel does with the memory at each address."""
+        count = len(self.addresses) // max(1, len(self.uses))
+        return [
+            self.uses[number // count](Pointer(address, self.pointer.device, nbytes), nbytes)
+            for number, (address, nbytes) in enumerate(zip(self.addresses, self.nbytes, strict=True))
+        ]
 
 
 Argument = Union[Read, Write, Update, Table, "np.generic[Any]"]

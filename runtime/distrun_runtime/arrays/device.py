@@ -89,22 +89,19 @@ class Device(Protocol):
     def put(self, array: DeviceArray) -> DeviceArray:
         """Return a copy here of an array of the host or of any device."""
 
-    def total(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """Return the sum of at least one array of one shape and dtype as a new array here, added from first to last.
-
-        The arrays may be on other devices. 16-bit floats are added in float32, and the sum rounded once.
-        """
-
-    def add(self, into: DeviceArray, array: DeviceArray) -> None:
-        """Add an array of the same shape and dtype, which may be on another device, to one that is here."""
-
     def sum(self, parts: Sequence[DeviceArray], out: DeviceArray) -> None:
-        """Write the sum of flat arrays of one length into `out`, all of them here, added from first to last.
+        """Write the sum of flat arrays of one length into `out`, added from first to last.
+
+        All are here; a GPU takes parts of other devices, too.
 
         Arguments:
             parts: each in the dtype of `out`, or in its work dtype (float32 for 16-bit floats); only read.
-            out: may be one of the parts. 16-bit floats are added in float32, and the sum rounded once.
+            out: may be one of the parts. 16-bit floats are added in float32, and the sum rounded once. Integers wrap
+                around; floats become inf.
         """
+
+    def sums(self, items: Iterable[tuple[Sequence[DeviceArray], DeviceArray]]) -> None:
+        """Write several sums, as `sum` does each: on a GPU by as few kernels as they allow."""
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size): with one, or on several threads where that pays."""
@@ -233,23 +230,6 @@ class CpuDevice:
         """Return a C-contiguous copy."""
         return np.array(array, order="C", copy=True)
 
-    def total(self, arrays: Sequence[Array]) -> Array:
-        """Return the sum of at least one array as a new array, added from first to last.
-
-        Integers wrap around as numpy's do; floats become inf.
-        """
-        first = arrays[0]
-        result = np.empty(first.shape, first.dtype)
-        flats = [array.reshape(-1) for array in arrays]  # Views of contiguous arrays, copies of others.
-        out = result.reshape(-1)
-        self._threads.split(first.size, lambda run: _sum([flat[run] for flat in flats], out[run]))
-        return result
-
-    def add(self, into: Array, array: Array) -> None:
-        """Add an array of the same shape and dtype to one of this device."""
-        flat, other = into.reshape(-1), array.reshape(-1)
-        self._threads.split(into.size, lambda run: _sum([flat[run], other[run]], flat[run]))
-
     def sum(self, parts: Sequence[Array], out: Array) -> None:
         """Write the sum of flat arrays into `out`, added from first to last."""
         if len(parts) == 1 and parts[0] is out:
@@ -258,6 +238,11 @@ class CpuDevice:
             _sum(parts, out)
         else:
             self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+
+    def sums(self, items: Iterable[tuple[Sequence[Array], Array]]) -> None:
+        """Write several sums."""
+        for parts, out in items:
+            self.sum(parts, out)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), on several threads if there are enough elements."""
@@ -352,14 +337,16 @@ class Arena:
         self._sides.append({})
         return len(self._sides) - 1
 
-    def reserve(self, lengths: Array, at_pages: Array) -> Array:
+    def reserve(self, lengths: Array, at_pages: Array, multiple: int = 1) -> Array:
         """Return the positions of further values, next to each other and to those before them if there is room.
 
         Arguments:
             lengths: elements of each, int64 of shape (n,).
             at_pages: bool of shape (n,): which of them begin with a page of memory, so that a process that shares it
                 can map them by themselves.
+            multiple: of how many elements each position is one.
         """
+        lengths = -(-lengths // multiple) * multiple
         page = PAGE // self.dtype.itemsize
         offsets, used = _placed(self._used, lengths, at_pages, page)
         if not self._bases or used > self._sizes[-1]:

@@ -40,6 +40,9 @@ NAMES = (
 )
 """What a store can hold."""
 
+ALIGNED = 16
+"""Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
+
 
 @lru_cache(maxsize=256)  # numpy makes up a dtype's name each time, slowly
 def name_of(dtype: DType) -> str:

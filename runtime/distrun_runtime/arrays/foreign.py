@@ -113,6 +113,11 @@ def is_on_gpu(value: Any) -> bool:
     return place is not None and place[0] in _GPUS
 
 
+def dtype_met(given: Any) -> DType | None:
+    """Return the dtype for one of torch's or cupy's that an array was met with; None: none was."""
+    return _BY_NAME.get(given)
+
+
 def current_device() -> int | None:
     """Return the GPU on which torch, or else cupy, works in this thread; None: neither has used one so far.
 

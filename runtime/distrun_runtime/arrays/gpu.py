@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, cast
@@ -25,9 +25,9 @@ import numpy as np
 
 from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, CudaError, HostMemory, Loaded, Pointer, Read, Table, Use, Write
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
 from distrun_runtime.arrays.gpu_memory import GpuPool, Memory, PageLocked, Staging
-from distrun_runtime.arrays.gpu_order import StreamOrdering
+from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
 from distrun_runtime.arrays.gpu_programs import Program
 from distrun_runtime.arrays.shared_memory import address_of
 
@@ -35,17 +35,15 @@ RING_BYTES = 32 * 1024 * 1024
 """Of values that come from elsewhere to be added: for all pieces that are on their way at a time."""
 RING_TURNS = 2
 """While one piece is added, the next is copied."""
-PIECE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024
 """Larger arrays are copied from and to page-locked memory in equal pieces of at most so many bytes."""
-ALIGNED = 16
-"""Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
 ADVICE = (
     "fix: create a 'local' store, whose sums and weights are in the host's memory; or push and pull fewer keys at once;"
     " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
 )
 """What to do if memory runs out, for workers; servers have their own."""
-LISTS, LISTED_ADDRESSES = 1 << 10, 1 << 16
-"""How many lists of tensors, and addresses in them, are kept on a device; those used longest ago are dropped."""
+LISTS, LISTED_BYTES = 1 << 10, 1 << 20
+"""How many lists of tensors, and bytes of them, are kept on a device; if there would be more, all are dropped."""
 
 
 class GpuArray:
@@ -119,14 +117,56 @@ class _CopyBatch:
 
 
 @dataclass(frozen=True)
+class TensorColumn:
+    """One array of each tensor of a list that a kernel goes over."""
+
+    use: Use
+    """What the kernel does with them."""
+    addresses: Sequence[int]
+    nbytes: Sequence[int]
+    uses: Sequence[Uses] = ()
+    """Of their memory; none for what a program has given a call with a plan (`arrays.plans`)."""
+
+    @classmethod
+    def of(cls, use: Use, arrays: Sequence[GpuArray]) -> TensorColumn:
+        """Return a column of arrays."""
+        return cls(use, *(list(map(read, arrays)) for read in (_ADDRESS, _NBYTES, _MEMORY)))
+
+    @classmethod
+    def within(cls, use: Use, bucket: GpuArray, sizes: Sequence[int]) -> TensorColumn:
+        """Return a column of arrays that lie end to end in a flat one."""
+        nbytes = [size * bucket.dtype.itemsize for size in sizes]
+        addresses = list(itertools.accumulate(nbytes, initial=bucket.address))
+        return cls(use, addresses[:-1], nbytes, [bucket.memory.uses])
+
+    @classmethod
+    def joined(cls, use: Use, columns: Sequence[TensorColumn]) -> TensorColumn:
+        """Return the arrays of all columns as one."""
+        addresses, nbytes, uses = (
+            [each for column in columns for each in of(column)] for of in (_ADDRESSES, _NBYTES, _USES)
+        )
+        return cls(use, addresses, nbytes, uses)
+
+    def some(self, numbers: Iterable[int]) -> TensorColumn:
+        """Return the arrays of some tensors, by their numbers; the uses are those of all."""
+        addresses, nbytes = ([of[number] for number in numbers] for of in (self.addresses, self.nbytes))
+        return TensorColumn(self.use, addresses, nbytes, self.uses)
+
+
+_ADDRESSES, _NBYTES, _USES = map(operator.attrgetter, ("addresses", "nbytes", "uses"))
+_ADDRESS, _MEMORY = operator.attrgetter("address"), operator.attrgetter("memory.uses")
+_SIZE, _DTYPE, _DEVICE = map(operator.attrgetter, ("size", "dtype", "device"))
+
+
+@dataclass(frozen=True)
 class _Listed:
     """A list of tensors as kernels take it. Its content follows from addresses and sizes."""
 
     memory: GpuArray
-    """The addresses, then the offsets."""
+    """The addresses, the offsets, the flags."""
     table: Table
     offsets: Read
-    wide: Read | None
+    flags: Read
     """Of arrays of two dtypes: for each a byte, 1 where it is float32."""
     tensors: np.int64
     """Those that have elements."""
@@ -134,41 +174,54 @@ class _Listed:
     """Elements of all tensors."""
 
 
-class _Lists:
-    """The lists of a device that were used last, by all that makes them. Threads: any."""
+class ListLaunch:
+    """A kernel over a list of tensors that are on one device, to be launched once or many times.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[object, _Listed] = OrderedDict()
-        self._addresses = 0
+    The kernel's parameters are a table of addresses, the offsets of the tensors' elements, scalars, and the number of
+    tensors (`gpu_programs.sums` says how they are laid out).
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    Arguments:
+        columns: flat arrays, all of a tensor of one size, all of a column of one dtype.
+        sizes: elements of each tensor.
+        alone: the kernel for one tensor, which needs no table: its parameters are the arrays, then scalars.
+    """
 
-    def find(self, key: object) -> _Listed | None:
-        """Return the list of a key; None: it is not kept."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
+    def __init__(
+        self,
+        device: GpuDevice,
+        program: Program,
+        kernel: str,
+        columns: Sequence[TensorColumn],
+        sizes: Sequence[int],
+        *,
+        alone: str = "",
+    ) -> None:
+        self._device = device
+        self._loaded = device.load(program)
+        self._size = sum(sizes)
+        self._reads, self._writes = (
+            tuple(dict.fromkeys(itertools.chain(*(each.uses for each in columns if (each.use is Read) is is_read))))
+            for is_read in (True, False)
+        )
+        self._before: list[Argument]
+        if alone and len(sizes) == 1:
+            self._kernel, self._after = alone, list[Argument]()
+            pointers = [Pointer(each.addresses[0], device.physical, each.nbytes[0]) for each in columns]
+            self._before = [each.use(at, at.nbytes) for each, at in zip(columns, pointers, strict=True)]
+        else:
+            # A plan keeps its own.
+            listed = self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
+            self._kernel, self._after = kernel, [listed.tensors]
+            self._before = [listed.table, listed.offsets]
+            self._reads += (listed.memory.memory.uses,)
 
-    def keep(self, key: object, made: _Listed) -> None:
-        """Keep a list, in place of others if there are too many."""
-        with self._lock:
-            before = self._kept.pop(key, None)  # another thread may have made it, too
-            if before is not None:
-                self._addresses -= len(before.table.entries)
-            self._kept[key] = made
-            self._addresses += len(made.table.entries)
-            while len(self._kept) > 1 and (len(self._kept) > LISTS or self._addresses > LISTED_ADDRESSES):
-                self._addresses -= len(self._kept.popitem(last=False)[1].table.entries)
-
-    def forget(self) -> None:
-        """Let go of all."""
-        with self._lock:
-            self._kept.clear()
-            self._addresses = 0
+    def run(self, scalars: Sequence[np.generic]) -> None:
+        """Launch the kernel."""
+        device = self._device
+        if self._size:
+            arguments = [*self._before, *scalars, *self._after]
+            with device._order.using(device.work, self._reads, self._writes):
+                device._cuda.launch(self._loaded, self._kernel, arguments, self._size, device.work.stream)
 
 
 class GpuDevice:
@@ -201,9 +254,10 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._lists = _Lists()
-        self.pool.before_trim.append(self._lists.forget)
-        self._work, self._inward, self._outward = (
+        self._lists: dict[object, _Listed] = {}
+        """Those that were made before, unless a plan keeps them."""
+        self.pool.before_trim.append(self._lists.clear)
+        self.work, self._inward, self._outward = (
             order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
         )
         self._loaded: dict[int, Loaded] = {}
@@ -219,7 +273,7 @@ class GpuDevice:
         for dtype in dtypes:
             kind, work = gpu_programs.kind_of(dtype), gpu_programs.kind_of(work_dtype(dtype))
             for pair in {(kind, kind), (kind, work), (work, kind)}:
-                self._program(gpu_programs.sums(*pair))
+                self.load(gpu_programs.sums(*pair))
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> GpuArray:
         """Return a new array here, of undefined content."""
@@ -239,8 +293,8 @@ class GpuDevice:
     def clear(self, array: GpuArray) -> None:
         """Fill an array of this device with zeros."""
         if array.nbytes:
-            with self._order.using(self._work, writes=[array.memory.uses]):
-                self._cuda.fill(array.pointer, 0, array.nbytes, self._work.stream)
+            with self._order.using(self.work, writes=[array.memory.uses]):
+                self._cuda.fill(array.pointer, 0, array.nbytes, self.work.stream)
 
     def put(self, array: AnyArray) -> GpuArray:
         """Return a copy here of an array of the host or of any GPU."""
@@ -252,20 +306,32 @@ class GpuDevice:
         """Copy an array of the host or of any GPU, of the same shape and dtype, to one that is here."""
         self._bring(array.reshape(-1), into.reshape(-1))
 
-    def total(self, arrays: Sequence[AnyArray]) -> GpuArray:
-        """Return the sum of at least one array as a new array here, added from first to last."""
-        result = self.empty(arrays[0].shape, arrays[0].dtype)
-        self._add_up([array.reshape(-1) for array in arrays], result.reshape(-1))
-        return result
+    def sum(self, parts: Sequence[AnyArray], out: GpuArray) -> None:
+        """Write the sum of flat arrays, of anywhere, into `out`, added from first to last."""
+        if not out.size or (len(parts) == 1 and parts[0] is out):
+            return
+        here = [part for part in parts if isinstance(part, GpuArray) and part.device is self]
+        if len(here) == len(parts):
+            self._sum(here, out)
+            return
+        for (brought,), run in self._by_ring([parts]):
+            self._sum(brought, out[run])
 
-    def add(self, into: GpuArray, array: AnyArray) -> None:
-        """Add an array of the same shape and dtype, of the host or of any GPU, to one that is here."""
-        flat = into.reshape(-1)
-        self._add_up([flat, array.reshape(-1)], flat)
-
-    def sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
-        """Write the sum of flat arrays into `out`, added from first to last."""
-        self._add_up(parts, out)
+    def sums(self, items: Iterable[tuple[Sequence[GpuArray], GpuArray]]) -> None:
+        """Write several sums, as `sum` does each: those alike by one kernel."""
+        alike: dict[tuple[DType, ...], list[tuple[Sequence[GpuArray], GpuArray]]] = {}
+        for parts, out in items:
+            if out.size and not (len(parts) == 1 and parts[0] is out):
+                alike.setdefault((out.dtype, *(part.dtype for part in parts)), []).append((parts, out))
+        for (kind, *kinds), some in alike.items():
+            if len(some) == 1 or len(set(kinds)) > 1:
+                for parts, out in some:
+                    self._sum(parts, out)
+                continue
+            columns = [TensorColumn.of(Read, column) for column in zip(*(parts for parts, _ in some), strict=True)]
+            outs = TensorColumn.of(Write, [out for _, out in some])
+            launch = self.sum_lists(columns, [outs], [out.size for _, out in some], kinds[0], kind)
+            launch.run(counts_of(len(kinds)))
 
     def gather(self, lists: Sequence[Sequence[AnyArray]], bucket: GpuArray) -> None:
         """Write the sums of tensors into a flat array that is here, end to end: by one kernel for a whole list.
@@ -282,9 +348,10 @@ class GpuDevice:
         Raises:
             ValueError: sizes or dtypes do not fit.
         """
-        if not all(len(parts) for parts in lists):
+        if not all(map(len, lists)):
             raise ValueError("a tensor has no parts")
-        if all(isinstance(part, GpuArray) and part.device is self for parts in lists for part in parts):
+        every = list(itertools.chain(*lists))
+        if set(map(type, every)) <= {GpuArray} and set(map(_DEVICE, every)) <= {self}:
             self._gather(cast("Sequence[Sequence[GpuArray]]", lists), bucket)
             return
         if any(part.size != parts[0].size for parts in lists for part in parts):
@@ -301,13 +368,27 @@ class GpuDevice:
         """
         if not all(self._is_here(out) and out.dtype == bucket.dtype for out in outs):
             raise ValueError(f"a bucket of {bucket.dtype} goes to tensors of this dtype on {self.name}")
-        listed = self._list_of([outs], [Write])
-        _check_size(listed.size, bucket)
-        kind = gpu_programs.kind_of(bucket.dtype)
-        source = Read(bucket.pointer, bucket.nbytes)
-        arguments: list[Argument] = [source, listed.offsets, listed.table, listed.tensors]
-        used = [bucket, listed.memory]
-        self.launch(gpu_programs.sums(kind, kind), "scatter", arguments, bucket.size, reads=used, writes=outs)
+        sizes = [out.size for out in outs]
+        _check_size(sum(sizes), bucket)
+        launch = self.sum_lists(
+            [TensorColumn.within(Read, bucket, sizes)], [TensorColumn.of(Write, outs)], sizes, bucket.dtype
+        )
+        launch.run(counts_of(1))
+
+    def sum_lists(
+        self, parts: Sequence[TensorColumn], outs: Sequence[TensorColumn], sizes: Sequence[int], *dtypes: DType
+    ) -> ListLaunch:
+        """Return what writes the sum of each tensor of a list to each of its outs.
+
+        Run it with the number of outs; of more than `FEW` parts, with the number of parts before (`counts_of`).
+
+        Arguments:
+            parts: all of one dtype, added from first to last, 16-bit floats in float32.
+            outs: an array of them may be one of the parts.
+            dtypes: of the parts, and of the sums, if it is another one.
+        """
+        program = gpu_programs.sums(*map(gpu_programs.kind_of, (dtypes[0], dtypes[-1])))
+        return ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
@@ -368,6 +449,19 @@ class GpuDevice:
         for out, copy in strided:
             np.copyto(out, copy)
 
+    def read_end_to_end(self, arrays: Sequence[GpuArray], out: Array) -> None:
+        """Copy flat arrays that are here, one after the other, into bytes of the host: those of a dtype by one copy."""
+        pairs, at = [], 0
+        for dtype, some in itertools.groupby(arrays, operator.attrgetter("dtype")):
+            its = list(some)
+            source = its[0]
+            if len(its) > 1:
+                source = self.empty((sum(each.size for each in its),), dtype)
+                self._gather([[each] for each in its], source)
+            pairs.append((source, out[at : at + source.nbytes].view(dtype)))
+            at += source.nbytes
+        self.read_all(pairs)
+
     def write_all(self, pairs: Sequence[tuple[GpuArray, Array]]) -> None:
         """Copy numpy arrays, each to an array of the same shape and dtype that is here.
 
@@ -405,41 +499,22 @@ class GpuDevice:
             reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
             zeroed: those of `writes` that are filled with zeros before.
         """
-        loaded = self._program(program)
-        with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+        loaded = self.load(program)
+        with self._order.using(self.work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
             for each in zeroed:
-                self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
-            self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
+                self._cuda.fill(each.pointer, 0, each.nbytes, self.work.stream)
+            self._cuda.launch(loaded, kernel, arguments, elements, self.work.stream)
 
-    def launch_list(
-        self,
-        program: Program,
-        kernel: str,
-        columns: Sequence[tuple[Use, Sequence[GpuArray]]],
-        scalars: Sequence[np.generic],
-    ) -> None:
-        """Launch a kernel over a list of tensors that are here; as with `gather`, the list stays on the device.
-
-        The kernel's parameters are a table of addresses, offsets as of `gather`, scalars, and the number of tensors.
-
-        Arguments:
-            columns: what the kernel does with each array of a tensor, and this array of every tensor: flat, all of a
-                tensor of one size, all of a column of one dtype.
-
-        Raises:
-            ValueError: sizes or dtypes do not fit.
-        """
-        uses, arrays = [use for use, _ in columns], [column for _, column in columns]
-        listed = self._list_of(arrays, uses, are_alike=False)
-        reads = [array for use, column in columns if use is Read for array in column]
-        writes = [array for use, column in columns if use is not Read for array in column]
-        arguments: list[Argument] = [listed.table, listed.offsets, *scalars, listed.tensors]
-        if listed.size:
-            self.launch(program, kernel, arguments, listed.size, reads=[*reads, listed.memory], writes=writes)
-
-    def load(self, program: Program) -> None:
-        """Compile and load a program: seconds, if it was not compiled before."""
-        self._program(program)
+    def load(self, program: Program) -> Loaded:
+        """Return a program on this device, compiled and loaded: takes seconds, if it was not compiled before."""
+        loaded = self._loaded.get(id(program))
+        if loaded is None:
+            self._cuda.check()
+            with self._loading:
+                loaded = self._loaded.get(id(program))
+                if loaded is None:
+                    loaded = self._loaded[id(program)] = self._cuda.load(program, self.physical)
+        return loaded
 
     @property
     def failed(self) -> CudaError | None:
@@ -452,7 +527,7 @@ class GpuDevice:
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""
-        for queue in (self._work, self._inward, self._outward):
+        for queue in (self.work, self._inward, self._outward):
             self._order.finish(self._order.mark(queue))
 
     # Values from elsewhere
@@ -471,7 +546,7 @@ class GpuDevice:
 
     def _bring_from_gpu(self, source: GpuArray, into: GpuArray) -> None:
         other = source.device.physical
-        queue = self._work if source.device is self else self._inward
+        queue = self.work if source.device is self else self._inward
         if other not in self._peers:
             self._enable_peer(other)
             self._peers.add(other)
@@ -489,17 +564,6 @@ class GpuDevice:
                     raise
 
     # Sums
-
-    def _add_up(self, parts: Sequence[AnyArray], out: GpuArray) -> None:
-        """Write the sum of flat arrays, of anywhere, into one that is here."""
-        if not out.size or (len(parts) == 1 and parts[0] is out):
-            return
-        here = [part for part in parts if isinstance(part, GpuArray) and part.device is self]
-        if len(here) == len(parts):
-            self._sum(here, out)
-            return
-        for (brought,), run in self._by_ring([parts]):
-            self._sum(brought, out[run])
 
     def _by_ring(self, lists: Sequence[Sequence[AnyArray]]) -> Iterator[tuple[list[list[GpuArray]], slice]]:
         """Copy parts that are not here, and yield runs of the tensors' elements: all of their parts here, and where.
@@ -560,7 +624,7 @@ class GpuDevice:
 
     def _gather(self, lists: Sequence[Sequence[GpuArray]], bucket: GpuArray) -> None:
         """Write the sums of tensors whose parts are all here into a bucket."""
-        numbers = {len(parts) for parts in lists}
+        numbers = set(map(len, lists))
         if len(numbers) > 1:
             runs = [list(run) for _, run in itertools.groupby(lists, key=len)]
             ends = [*itertools.accumulate(sum(parts[0].size for parts in run) for run in runs)]
@@ -568,113 +632,72 @@ class GpuDevice:
             for run, begin, end in zip(runs, [0, *ends], ends, strict=False):
                 self._gather(run, bucket[begin:end])
             return
-        number = max(numbers, default=1)
-        columns = list(zip(*lists, strict=True)) or [()]
-        listed = self._list_of(columns, [Read] * len(columns))
-        _check_size(listed.size, bucket)
-        if not listed.size:
-            return
-        program = gpu_programs.sums(gpu_programs.kind_of(columns[0][0].dtype), gpu_programs.kind_of(bucket.dtype))
-        arguments: list[Argument] = [listed.table, listed.offsets, Write(bucket.pointer, bucket.nbytes)]
-        if number > gpu_programs.FEW:
-            arguments.append(np.int64(number))
-        arguments.append(listed.tensors)
-        used = [*itertools.chain(*columns), listed.memory]
-        self.launch(program, gpu_programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
+        sizes, every = [parts[0].size for parts in lists], list(zip(*lists, strict=True))
+        if any(list(map(_SIZE, column)) != sizes for column in every):
+            raise ValueError(UNEQUAL)
+        if len(set(map(_DTYPE, itertools.chain(*every)))) > 1:
+            raise ValueError("the tensors of a list have different dtypes")
+        _check_size(sum(sizes), bucket)
+        if bucket.size:
+            columns = [TensorColumn.of(Read, column) for column in every]
+            out = TensorColumn.within(Write, bucket, sizes)
+            launch = self.sum_lists(columns, [out], sizes, lists[0][0].dtype, bucket.dtype)
+            launch.run(counts_of(len(columns)))
 
-    def _list_of(
-        self,
-        columns: Sequence[Sequence[GpuArray]],
-        uses: Sequence[Use],
-        *,
-        is_mixed: bool = False,
-        are_alike: bool = True,
+    def _list(
+        self, columns: Sequence[TensorColumn], sizes: Sequence[int], flags: bytes = b"", *, is_kept: bool = True
     ) -> _Listed:
         """Return a list of tensors for a kernel.
 
         Arguments:
-            columns: for each part as many arrays as there are tensors.
-            uses: what the kernel does with the arrays of each column.
-            is_mixed: some are of a 16-bit float type, and the others float32.
-            are_alike: all columns have one dtype, if they are not mixed.
+            flags: for each column a byte.
+            is_kept: on the device it is made once, as long as it is kept.
         """
-        arrays = list(itertools.chain(*columns))
-        key = (
-            *uses,
-            is_mixed,
-            tuple([array.dtype for array in arrays]),
-            tuple([array.address for array in arrays]),
-            tuple([array.size for array in arrays]),
-        )
-        found = self._lists.find(key)
+        if 0 in sizes:  # Kernels need none without elements.
+            there = [number for number, size in enumerate(sizes) if size]
+            sizes, columns = [sizes[number] for number in there], [each.some(there) for each in columns]
+        uses = tuple([each.use for each in columns])
+        key = (uses, flags, tuple(sizes), *[(tuple(each.nbytes[:1]), tuple(each.addresses)) for each in columns])
+        found = self._lists.get(key)
         if found is None:
-            found = self._new_list(columns, uses, is_mixed, are_alike)
-            self._lists.keep(key, found)
+            head = np.array([*itertools.chain(*(each.addresses for each in columns)), 0, *sizes], np.uint64)
+            np.cumsum(head[-len(sizes) :], out=head[-len(sizes) :])
+            memory = self.put(np.frombuffer(head.tobytes() + flags, np.uint8))
+            ends = list(itertools.accumulate([0, 8 * len(columns) * len(sizes), 8 * len(sizes) + 8, len(flags)]))
+            places = [memory.pointer.at(begin, end - begin) for begin, end in itertools.pairwise(ends)]
+            addresses = tuple(head[: len(columns) * len(sizes)].tolist())
+            table = Table(places[0], uses, addresses, tuple(itertools.chain(*(each.nbytes for each in columns))))
+            offsets, wide = (Read(each, each.nbytes) for each in places[1:])
+            found = _Listed(memory, table, offsets, wide, np.int64(len(sizes)), int(head[-1]) if sizes else 0)
+            if is_kept:
+                kept = [each.memory.nbytes for each in list(self._lists.values())]
+                if len(kept) >= LISTS or sum(kept) + memory.nbytes > LISTED_BYTES:
+                    self._lists.clear()
+                self._lists[key] = found
         return found
-
-    def _new_list(
-        self, columns: Sequence[Sequence[GpuArray]], uses: Sequence[Use], is_mixed: bool, are_alike: bool
-    ) -> _Listed:
-        sizes = [array.size for array in columns[0]]
-        if any([array.size for array in column] != sizes for column in columns):
-            raise ValueError(UNEQUAL)
-        together = [itertools.chain(*columns)] if are_alike else columns
-        if not is_mixed and any(len({array.dtype for array in each}) > 1 for each in together):
-            raise ValueError("the tensors of a list have different dtypes")
-        # Kernels need none without elements.
-        entries = [(use, array) for use, column in zip(uses, columns, strict=True) for array in column if array.size]
-        arrays = [array for _, array in entries]
-        offsets = [0, *itertools.accumulate(size for size in sizes if size)]
-        addresses = [array.address for array in arrays]
-        flags = bytes([array.dtype.itemsize == 4 for array in arrays]) if is_mixed else b""
-        head = np.array([*addresses, *offsets], np.uint64)
-        memory = self.put(np.frombuffer(head.tobytes() + flags, np.uint8))
-        pointers = [
-            memory.pointer.at(begin, size)
-            for begin, size in (
-                (0, 8 * len(addresses)),
-                (8 * len(addresses), 8 * len(offsets)),
-                (head.nbytes, len(flags)),
-            )
-        ]
-        return _Listed(
-            memory,
-            Table(pointers[0], tuple(use(array.pointer, array.nbytes) for use, array in entries)),
-            Read(pointers[1], pointers[1].nbytes),
-            Read(pointers[2], len(flags)) if is_mixed else None,
-            np.int64(len(offsets) - 1),
-            offsets[-1],
-        )
 
     def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
         """Write the sum of flat arrays that are all here."""
         kinds, kind = [gpu_programs.kind_of(part.dtype) for part in parts], gpu_programs.kind_of(out.dtype)
-        into, number = Write(out.pointer, out.nbytes), np.int64(len(parts))
-        is_mixed, used = len(set(kinds)) > 1, list(parts)
-        if is_mixed:  # one kind is a 16-bit float, and the other float32
+        into, columns = Write(out.pointer, out.nbytes), [TensorColumn.of(Read, [part]) for part in parts]
+        if len(set(kinds)) > 1:  # one kind is a 16-bit float, and the other float32
             half = next(each for each in kinds if each in ("f16", "bf16"))
-            program, name = gpu_programs.sums(half, kind), "sum_mixed"
+            listed = self._list(columns, [out.size], bytes(part.dtype.itemsize == 4 for part in parts))
+            arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
+            program, used = gpu_programs.sums(half, kind), [*parts, listed.memory]
+            self.launch(program, "sum_mixed", arguments, out.size, reads=used, writes=[out])
+        elif len(parts) > gpu_programs.ALONE:
+            launch = self.sum_lists(columns, [TensorColumn.of(Write, [out])], [out.size], parts[0].dtype, out.dtype)
+            launch.run(counts_of(len(parts)))
         else:
-            program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
-        arguments: list[Argument]
-        if not is_mixed and len(parts) <= gpu_programs.FEW:
             arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
-        else:
-            listed = self._list_of([[part] for part in parts], [Read] * len(parts), is_mixed=is_mixed)
-            used.append(listed.memory)
-            wide = [] if listed.wide is None else [listed.wide]
-            arguments = [listed.table, *wide, into, number]
-        self.launch(program, name, arguments, out.size, reads=used, writes=[out])
+            name = gpu_programs.sum_of(len(parts))
+            self.launch(gpu_programs.sums(kinds[0], kind), name, arguments, out.size, reads=parts, writes=[out])
 
-    def _program(self, program: Program) -> Loaded:
-        loaded = self._loaded.get(id(program))
-        if loaded is None:
-            self._cuda.check()
-            with self._loading:
-                loaded = self._loaded.get(id(program))
-                if loaded is None:
-                    loaded = self._loaded[id(program)] = self._cuda.load(program, self.physical)
-        return loaded
+
+def counts_of(parts: int, outs: int = 1) -> list[np.generic]:
+    """Return with what to run sums of lists of so many parts and outs."""
+    return [np.int64(each) for each in ([parts] if parts > gpu_programs.FEW else []) + [outs]]
 
 
 def _pieces(nbytes: int) -> list[tuple[int, int]]:

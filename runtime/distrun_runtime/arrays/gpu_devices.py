@@ -105,6 +105,11 @@ class Keeper:
         self._kept[number] = kept
         return number
 
+    def keep_until(self, mark: Mark, owner: object) -> None:
+        """Keep an owner until all work before a mark is over."""
+        with self._order.locked():
+            self._marked.append(([mark], [self.keep(_KeptOwner(owner, Uses()))]))
+
     def collect(self) -> int:
         """Let go of what is not needed any more; return how many owners are left.
 

@@ -221,6 +221,27 @@ class StreamOrdering:
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
 
+    def begin_after(self, queue: StreamQueue, program: StreamQueue) -> None:
+        """Let later operations of a queue wait for all that the program has given a stream of its own so far.
+
+        Call it in the program's thread, if the stream is the per-thread default one.
+        """
+        with self.locked():
+            program.seen.clear()  # as in `note_program_use`
+            program.count += 1
+            self._record(program)
+            self.cuda.wait(queue.stream, program.event)
+            _raise_counts(queue.seen, program.known)
+
+    def end_before(self, queue: StreamQueue, program: StreamQueue) -> Mark:
+        """Let what the program gives a stream later wait for all that a queue was given; return a mark behind that."""
+        with self.locked():
+            mark = self.mark(queue)
+            self.cuda.wait(program.stream, mark.event)
+            _raise_counts(program.seen, mark.known)
+            program.seen.pop(program, None)
+            return mark
+
     def _record(self, queue: StreamQueue) -> None:
         self.cuda.record(queue.event, queue.stream)
         queue.recorded, queue.known = queue.count, {**queue.seen, queue: queue.count}

@@ -126,7 +126,9 @@ def _add(functions: list[tuple[Kernel, str]], name: str, parameters: Sequence[Ke
 # Sums
 
 FEW = 8
-"""Up to so many parts the number is compiled in, and the addresses are parameters."""
+"""Up to so many parts of each tensor of a list the number is compiled in: the addresses are read once."""
+ALONE = 2
+"""Up to so many parts of one array are parameters. More go as a list of one tensor: every kernel has to be compiled."""
 
 SUMS: tuple[tuple[str, str], ...] = (
     *((kind, kind) for kind in ("u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")),
@@ -143,13 +145,13 @@ def kind_of(dtype: DType) -> str:
 
 
 def sum_of(number: int) -> str:
-    """Return the name of the kernel that sums so many parts; above `FEW` it takes a table of them."""
-    return f"sum{number}" if number <= FEW else "sum_many"
+    """Return the name of the kernel that sums so many parts of one array, at most `ALONE`."""
+    return f"sum{number}"
 
 
-def gather_of(number: int) -> str:
-    """Return the name of the kernel that sums so many lists of tensors into a bucket."""
-    return f"gather{number}" if number <= FEW else "gather_many"
+def sum_lists_of(number: int) -> str:
+    """Return the name of the kernel that sums so many parts of each tensor of a list."""
+    return f"sum_lists{number}" if number <= FEW else "sum_lists_many"
 
 
 @cache
@@ -158,46 +160,43 @@ def sums(parts: str, out: str) -> Program:
 
     Elements are at multiples of their size. Parts are added from first to last, 16-bit floats in float32.
 
-        sum1(part0, out) ... sum8(part0, ..., part7, out)   `out` may be one of the parts; sum1 copies, or converts
-        sum_many(parts, out, number)                        `parts`: a table of addresses
-        sum_mixed(parts, wide, out, number)                 16-bit floats only: part p is float32 where wide[p] is not 0
-        gather1(table, offsets, out, tensors) ...           the sums of `tensors` tensors, end to end in a bucket
-        gather_many(table, offsets, out, number, tensors)
+        sum1(part0, out), sum2(part0, part1, out)           `out` may be one of the parts; sum1 copies, or converts
+        sum_mixed(parts, wide, out, number)                 16-bit floats, but part p of the table is float32 where
+                                                            wide[p] is not 0
+        sum_lists1(table, offsets, outs, tensors) ...       each of `tensors` tensors' sum, to each of `outs` arrays
+        sum_lists_many(table, offsets, number, outs, tensors)
 
     and, where both kinds are one:
 
-        scatter(bucket, offsets, table, tensors)            a bucket's tensors, each to its address
         scale(array, factor, out)                           `out` may be the array
 
-    A list's tensor t is the bucket's elements from offsets[t] to before offsets[t + 1], for `tensors` + 1 offsets. Its
-    table has the addresses of all first parts, then of all second ones, and so on.
+    A list's tensor t has as many elements as there are from offsets[t] to before offsets[t + 1], for `tensors` + 1
+    offsets. Its table has the addresses of all first parts, then of all second ones, and so on, and then those of the
+    first arrays that take the sums, of the second ones, and so on.
     """
     if (parts, out) not in SUMS:
         raise ValueError(f"no sum of {parts} in {out}")
     table, number = _table("table", parts), _scalar("number", "i64")
     offsets, tensors = _reads("offsets", "i64"), _scalar("tensors", "i64")
-    into, flags = _writes("out", out), _reads("wide", "u8")
+    into, flags, outs = _writes("out", out), _reads("wide", "u8"), _scalar("outs", "i64")
+    rest = "outs, tensors, n);"
     functions: list[tuple[Kernel, str]] = []
     add = partial(_add, functions)
     for k in range(1, FEW + 1):
         few, given = f"Few<{parts}, {k}>", [_reads(f"part{p}", parts) for p in range(k)]
-        listed = ", ".join(each.name for each in given)
-        add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
-        gathered = f"gather_tensors<{few}>(table, offsets, out, {k}, tensors, n);"
-        add(f"gather{k}", [table, offsets, into, tensors], gathered)
+        if k <= ALONE:
+            listed = ", ".join(each.name for each in given)
+            add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
+        add(f"sum_lists{k}", [table, offsets, outs, tensors], f"sum_lists<{out}, {few}>(table, offsets, {k}, {rest}")
     many = f"Many<{parts}>"
-    many_summed = f"const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);"
-    add("sum_many", [table, into, number], many_summed)
-    many_gathered = f"gather_tensors<{many}>(table, offsets, out, number, tensors, n);"
-    add("gather_many", [table, offsets, into, number, tensors], many_gathered)
+    many_lists = f"sum_lists<{out}, {many}>(table, offsets, number, {rest}"
+    add("sum_lists_many", [table, offsets, number, outs, tensors], many_lists)
     if parts in ("f16", "bf16"):
         mixed_summed = f"const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
         add("sum_mixed", [table, flags, into, number], mixed_summed)
     if parts == out:
         work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
         given_factor = f"({parts})factor" if work == "i64" else "factor"
-        scattered = "scatter_tensors(bucket, offsets, table, tensors, n);"
-        add("scatter", [_reads("bucket", parts), offsets, table, tensors], scattered)
         scaled = f"scale_all(array, {given_factor}, out, n);"
         add("scale", [_reads("array", parts), _scalar("factor", work), into], scaled)
     return program(f"sums_{parts}_{out}", functions, helpers=_kernels())

@@ -66,8 +66,26 @@ template <typename P> HELPER const void *address(const Mixed<P> &parts, i64 p, i
     return parts.wide[p] ? (const void *)((const f32 *)parts.table[p] + i) : (const P *)parts.table[p] + i;
 }
 
-/* N elements of the sum, from element i on. */
-template <int N, typename Parts, typename T> HELPER void sum_at(const Parts &parts, T *out, i64 i)
+/* Where a sum goes: to an array, or to several (Outs), whose addresses are in a table. */
+template <typename T> struct Outs {
+    T *first;
+    const u64 *others;
+    i64 number; /* of the others */
+    i64 stride; /* entries of the table from one to the next */
+    i64 begin;  /* elements of each that come before those that are meant */
+};
+template <typename T> HELPER T *first_of(T *out) { return out; }
+template <typename T> HELPER T *first_of(const Outs<T> &outs) { return outs.first; }
+template <typename T> HELPER i64 others_of(T *) { return 0; }
+template <typename T> HELPER i64 others_of(const Outs<T> &outs) { return outs.number; }
+template <typename T> HELPER T *other_of(T *out, i64) { return out; }
+template <typename T> HELPER T *other_of(const Outs<T> &outs, i64 o)
+{
+    return (T *)outs.others[o * outs.stride] + outs.begin;
+}
+
+/* N elements of the sum, from element i on. `to`: the first of `out`. */
+template <int N, typename Parts, typename Out, typename T> HELPER void sum_at(const Parts &parts, const Out &out, T *to, i64 i)
 {
     auto sum = part<N>(parts, 0, i);
     for (i64 p = 1; p < number_of(parts); ++p) {
@@ -76,25 +94,34 @@ template <int N, typename Parts, typename T> HELPER void sum_at(const Parts &par
     }
     Run<T, N> result;
     UNROLL for (int j = 0; j < N; ++j) result.at[j] = narrow<T>(sum.at[j]);
-    store(out + i, result);
+    store(to + i, result);
+    for (i64 o = 0; o < others_of(out); ++o)
+        store(other_of(out, o) + i, result);
 }
 
-/* The sum of n elements, by the threads of one block. `out` may be one of the parts. */
-template <typename Parts, typename T> HELPER void sum_inside(const Parts &parts, T *out, i64 n)
+/* The sum of n elements, by the threads of one block. An array of `out` may be one of the parts. */
+template <typename Parts, typename Out, typename T> HELPER void sum_into(const Parts &parts, const Out &out, T *to, i64 n)
 {
     typedef typename Parts::type P;
-    enum { is_finer = sizeof(P) < sizeof(T), N = 16 / (is_finer ? sizeof(P) : sizeof(T)) };
-    /* `head` elements come before the first one that all can have by 16 bytes, if there is one. */
-    const u64 begin = is_finer ? (u64)address(parts, 0, 0) : (u64)out;
-    const i64 head = least((i64)(-begin & 15) / (16 / N), n);
-    bool fits = is_aligned(out + head);
+    /* A thread writes 16 bytes at once, and its neighbour the next 16: of 32 bytes of its own it would write each half
+     * by an instruction of all threads, of which none fills a sector of the memory. */
+    enum { N = 16 / sizeof(T), bytes = sizeof(P) * N < 16 ? sizeof(P) * N : 16 };
+    /* `head` elements come before the first one that all can have so, if there is one. */
+    const i64 head = least((i64)(-(u64)to & 15) / (i64)sizeof(T), n);
+    bool fits = is_aligned(to + head);
     for (i64 p = 0; p < number_of(parts); ++p)
-        fits = fits && is_aligned(address(parts, p, head));
+        fits = fits && ((u64)address(parts, p, head) & (bytes - 1)) == 0;
+    for (i64 o = 0; o < others_of(out); ++o)
+        fits = fits && is_aligned(other_of(out, o) + head);
     const i64 whole = fits ? (n - head) / N * N : 0;
     INSIDE (j, 0, whole / N)
-        sum_at<N>(parts, out, head + j * N);
+        sum_at<N>(parts, out, to, head + j * N);
     INSIDE (i, 0, n - whole)
-        sum_at<1>(parts, out, i < head ? i : i + whole);
+        sum_at<1>(parts, out, to, i < head ? i : i + whole);
+}
+template <typename Parts, typename Out> HELPER void sum_inside(const Parts &parts, const Out &out, i64 n)
+{
+    sum_into(parts, out, first_of(out), n);
 }
 
 /* Elements that a block sums up before it takes others: 8 KB of the finer type. It divides by all runs of 16 bytes. */
@@ -123,10 +150,10 @@ template <typename Parts, typename T> HELPER void sum_all(const Parts &parts, T 
 template <typename P, typename T> HELPER void sum_all(const Mixed<P> &parts, T *out, i64 n)
 {
     EACH (i, n)
-        sum_at<1>(parts, out, i);
+        sum_at<1>(parts, out, out, i);
 }
 
-/* Lists of tensors (`tensor_of`), which lie end to end in one bucket. */
+/* Lists of tensors (`tensor_of`). */
 template <typename P, int K> HELPER Few<P, K> parts_of(const Few<P, K> *, const u64 *table, i64, i64 stride, i64 begin)
 {
     Few<P, K> result;
@@ -140,33 +167,19 @@ HELPER Many<P> parts_of(const Many<P> *, const u64 *table, i64 number, i64 strid
     return result;
 }
 
-/* Write the sums of the tensors of a list into a bucket. table: the addresses of all tensors' first parts, then of all
- * second ones, and so on. */
-template <typename Parts, typename T>
-HELPER void gather_tensors(const u64 *table, const i64 *offsets, T *bucket, i64 number, i64 tensors, i64 n)
+/* Write the sum of each tensor of a list to each of its outs, of type T. table: the addresses of all tensors' first
+ * parts, then of all second ones, and so on; then those of the outs likewise. */
+template <typename T, typename Parts>
+HELPER void sum_lists(const u64 *table, const i64 *offsets, i64 number, i64 outs, i64 tensors, i64 n)
 {
-    PIECES (begin, end, n, piece((const typename Parts::type *)0, bucket)) {
+    PIECES (begin, end, n, piece((const typename Parts::type *)0, (const T *)0)) {
         i64 at = begin;
         for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
-            const i64 stop = least(offsets[t + 1], end);
+            const i64 stop = least(offsets[t + 1], end), first = at - offsets[t];
             if (at < stop) {
-                sum_inside(parts_of((const Parts *)0, table + t, number, tensors, at - offsets[t]), bucket + at, stop - at);
-                at = stop;
-            }
-        }
-    }
-}
-/* Write a bucket into the tensors of a list. */
-template <typename T>
-HELPER void scatter_tensors(const T *bucket, const i64 *offsets, const u64 *table, i64 tensors, i64 n)
-{
-    PIECES (begin, end, n, piece(bucket, bucket)) {
-        i64 at = begin;
-        for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
-            const i64 stop = least(offsets[t + 1], end);
-            if (at < stop) {
-                const Few<T, 1> source = {{bucket + at}};
-                sum_inside(source, (T *)table[t] + (at - offsets[t]), stop - at);
+                const u64 *const into = table + number * tensors + t;
+                const Outs<T> out = {(T *)*into + first, into + tensors, outs - 1, tensors, first};
+                sum_inside(parts_of((const Parts *)0, table + t, number, tensors, first), out, stop - at);
                 at = stop;
             }
         }
@@ -258,12 +271,13 @@ HELPER void encode(const Codec &codec, const f32 *values, f32 *residual, u8 *out
 HELPER f32 two_bit_value(u32 code, f32 quantum) { return code == 3 ? quantum : code == 2 ? -quantum : 0.0f; }
 HELPER f32 one_bit_value(u32 code, f32 step) { return code ? step : -step; }
 
+/* Each thread makes 16 bytes, a whole payload byte or a half of it (`sum_into` says why). */
 template <bool ADDS, int BITS> HELPER void decode(const u8 *payload, f32 size, f32 *out, i64 n)
 {
-    enum { N = 8 / BITS, mask = (1 << BITS) - 1 };
+    enum { N = 4, in_byte = 8 / BITS / N, mask = (1 << BITS) - 1 };
     const bool fits = is_aligned(out);
     EACH (at, (n + N - 1) / N) {
-        const u32 packed = payload[at];
+        const u32 packed = (u32)payload[at / in_byte] << at % in_byte * (N * BITS);
         const i64 first = at * N;
         Run<f32, N> run;
         UNROLL for (int j = 0; j < N; ++j)

@@ -70,11 +70,17 @@ HELPER f16 narrowed(f32 x, f16 out)
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
     return out;
 }
-/* Four words at a multiple of 16 bytes. Left alone, the compiler reads and writes some of them one by one. */
+/* Four words at a multiple of 16 bytes, two at one of 8. Left alone, the compiler reads and writes some of them one by one. */
 HELPER void load_words(u32 *words, const u32 *from)
 {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(__cvta_generic_to_global(from)));
+}
+HELPER void load_two_words(u32 *words, const u32 *from)
+{
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
                  : "l"(__cvta_generic_to_global(from)));
 }
 HELPER void store_words(u32 *into, const u32 *words)
@@ -108,6 +114,7 @@ HELPER f64 f64_of(u64 bits) { return same_bits<f64>(bits); }
 HELPER f32 root(f32 x) { return __builtin_sqrtf(x); }
 HELPER f64 root(f64 x) { return __builtin_sqrt(x); }
 HELPER void load_words(u32 *words, const u32 *from) { __builtin_memcpy(words, __builtin_assume_aligned(from, 16), 16); }
+HELPER void load_two_words(u32 *words, const u32 *from) { __builtin_memcpy(words, __builtin_assume_aligned(from, 8), 8); }
 HELPER void store_words(u32 *into, const u32 *words) { __builtin_memcpy(__builtin_assume_aligned(into, 16), words, 16); }
 HELPER f32 widen(f16 x)
 {
@@ -187,7 +194,9 @@ template <int N, typename T> HELPER Run<T, N> load(const T *from)
     } room;
     enum { count = sizeof(room.run) / 16 };
     UNROLL for (int w = 0; w < count; ++w) load_words(room.words + 4 * w, (const u32 *)from + 4 * w);
-    if (count == 0)
+    if (sizeof(room.run) == 8 && N > 1)
+        load_two_words(room.words, (const u32 *)from);
+    else if (count == 0)
         room.run = *(const Run<T, N> *)from;
     return room.run;
 }

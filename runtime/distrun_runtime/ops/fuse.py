@@ -19,14 +19,14 @@ them says everything. Of the built-in rules these are not fused:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Dict, List, Tuple, cast
+from typing import Any, Dict, List, Tuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Use, Write
+from distrun_runtime.arrays.cuda import Read, Update, Use, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.arrays.gpu_programs import Access, Kernel, KernelParameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
@@ -64,7 +64,7 @@ class StateArray:
     """Whether it starts as a copy of the weight, widened; otherwise it starts as zeros."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusedStep:
     """What to launch for one step of a weight, or of any run of its elements."""
 
@@ -73,23 +73,9 @@ class FusedStep:
     """Its arrays are named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need are missing.
     Its scalars follow them."""
     listed: Kernel
-    """The same for a list of weights: `GpuDevice.launch_list` takes it."""
+    """The same for a list of weights: `gpu.ListLaunch` takes it."""
     scalars: tuple[np.generic, ...]
     """In the order of the kernels' parameters, each of its parameter's type."""
-
-    def arguments(self, arrays: Mapping[str, Pointer], elements: int) -> list[Argument]:
-        """Return what to launch the kernel with.
-
-        Arguments:
-            arrays: where each array begins, by its name in the kernel; more than are needed may be given.
-            elements: how many are updated, all of them or a run.
-        """
-        result: List[Argument] = []
-        for each in self.kernel.parameters:
-            use = USES.get(each.access)
-            if use is not None:
-                result.append(use(arrays[each.name], elements * KINDS[each.kind].itemsize))
-        return [*result, *self.scalars]
 
 
 @dataclass(frozen=True)
@@ -111,6 +97,18 @@ def why_not(rule: Rule) -> str:
     if not rule.is_elementwise:
         return f"rule {rule.name!r} depends on the place of each element"
     return ""
+
+
+class _WatchedRates:
+    """Rates that say whether the number of updates was asked for."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self.reads_updates = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.reads_updates |= name == "updates"
+        return getattr(self._rates, name)
 
 
 class Fused:
@@ -147,6 +145,8 @@ class Fused:
         self._codes: Dict[Tuple[Tuple[Node, ...], Outputs], _Code] = {}
         self._programs: Dict[str, Program] = {}
         self._recent: Dict[Tuple[float, float, float, int], FusedStep] = {}
+        self._counts = False
+        """Whether a step depends on the number of updates."""
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
@@ -160,7 +160,7 @@ class Fused:
         """Return what to launch for a step with these numbers.
 
         Takes about 0.1 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
-        before, as there is for all keys of a round but the first.
+        before, as there is for all keys of a round but the first, and with most rules for all of later rounds.
 
         Its program is `program`, except where the step has a structure that was not to be expected.
 
@@ -170,7 +170,7 @@ class Fused:
         Raises:
             Untraceable: the rule does in this step what cannot be recorded.
         """
-        numbers = (rates.learning_rate, rates.wd, rates.base_rate, rates.updates)
+        numbers = (rates.learning_rate, rates.wd, rates.base_rate, rates.updates if self._counts else 0)
         recent = self._recent.get(numbers)
         if recent is not None:
             return recent
@@ -202,7 +202,9 @@ class Fused:
         gradient.is_fixed = True
         try:
             with np.errstate(all="ignore"):  # as `Rule.step`, for calculations with numpy's scalars
-                self.rule.update(cast(Array, work), cast(Array, gradient), state, rates)
+                watched = _WatchedRates(rates)
+                self.rule.update(cast(Array, work), cast(Array, gradient), state, cast(Rates, watched))
+                self._counts |= watched.reads_updates
                 outputs = self._outputs(dict(state), before, work)
                 key = (tuple(trace.nodes), outputs)
                 code = self._codes.get(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Tuple, cast
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu import GpuDevice, TensorColumn
     from distrun_runtime.arrays.gpu_programs import Program
     from distrun_runtime.ops.fuse import Fused, FusedStep
 
@@ -162,6 +163,9 @@ def step(
         _steps_on_gpu(rule, [WeightStep(weight, parts, state, knobs)])
         return
     _keep_memory()
+    if len(weight) <= CHUNK and len(parts) == 1:
+        rule.step(weight, parts[0], state, knobs)
+        return
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     begun = {name: value for name, value in state.items() if name not in arrays}
 
@@ -227,70 +231,111 @@ def _program(rule: Rule, dtype: DType) -> Program:
     return together(f"{rule.name}_{name_of(dtype)}", [_fused(rule, dtype, each) for each in parts])
 
 
-class _Ready(NamedTuple):
-    """A step on a GPU that is checked and can be launched."""
+@dataclass(eq=False)
+class _SameStep:
+    """Weights on one GPU that take the same step."""
 
-    item: WeightStep
-    arrays: Dict[str, Any]
-    """By their names in the kernel."""
-    step: FusedStep
+    device: GpuDevice
+    fused: Fused
+    knobs: Knobs
     updates: int
-    """Those of the state, with this one."""
+    """Of each of them so far."""
+    states: List[State]
+    sizes: List[int]
+    arrays: Dict[str, List[TensorColumn]]
+    """For each array of the kernel one column a weight; what the kernel does with them is not said."""
 
 
-def _ready(rule: Rule, item: WeightStep) -> _Ready:
-    """Return what to launch for a step; arrays of any shape, all on the weight's device."""
-    from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
+class GpuSteps:
+    """Steps of different weights on GPUs, which can be made again and again.
 
-    weight, state = item.weight, item.state
-    device: GpuDevice = weight.device
-    arrays: Dict[str, Any] = {WEIGHT: weight}
-    arrays.update((PART % number, part) for number, part in enumerate(item.parts))
-    arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
-    for name, array in arrays.items():
-        if is_on_host(array) or array.device is not device or array.size != weight.size:
-            found = "an array of numpy's" if is_on_host(array) else repr(array)
-            raise KVError(
-                f"rule {rule.name!r}: expected {name} with {weight.size} elements on {device.name}, found {found}"
-            )
-    counted: State = {"updates": state.get("updates", 0)}
-    fused = _fused(rule, weight.dtype, tuple(part.dtype for part in item.parts))
-    made = fused.step(rule.rates(counted, item.knobs))
-    return _Ready(item, arrays, made, cast(int, counted["updates"]))
+    Those of one structure with equal numbers are made by one kernel.
+
+    Arguments:
+        items: all on one device each.
+        given: in place of the items' parts: those of all items, in the weights' dtypes.
+
+    Raises:
+        KVError: an array is not where its weight is, or of another size.
+    """
+
+    def __init__(self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = ()) -> None:
+        from distrun_runtime.arrays.cuda import Read
+        from distrun_runtime.arrays.gpu import TensorColumn
+        from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
+
+        self._rule = rule
+        self._alike: Dict[Tuple[object, ...], _SameStep] = {}
+        self._launches: Dict[object, Callable[..., None]] = {}
+        """By the kernel, and the weights for which it was launched."""
+        for number, item in enumerate(items):
+            weight, state = item.weight, item.state
+            arrays: Dict[str, Any] = {WEIGHT: weight}
+            arrays.update((PART % at, part) for at, part in enumerate(item.parts))
+            arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
+            for name, array in arrays.items():
+                if is_on_host(array) or array.device is not weight.device or array.size != weight.size:
+                    found = "an array of numpy's" if is_on_host(array) else repr(array)
+                    where = f"{name} with {weight.size} elements on {weight.device.name}"
+                    raise KVError(f"rule {rule.name!r}: expected {where}, found {found}")
+            parts = tuple(part.dtype for part in item.parts) or (weight.dtype,) * len(given)
+            knobs = item.knobs
+            updates = cast(int, state.get("updates", 0))
+            key = (weight.device, weight.dtype, parts, updates, knobs.lr_mult, knobs.wd_mult)
+            alike = self._alike.get(key)
+            if alike is None:
+                fused = _fused(rule, weight.dtype, parts)
+                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, updates, [], [], {})
+            alike.states.append(state)
+            alike.sizes.append(weight.size)
+            columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
+            columns.update((PART % at, each.some([number])) for at, each in enumerate(given))
+            for name, column in columns.items():
+                alike.arrays.setdefault(name, []).append(column)
+
+    def make(self) -> None:
+        """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
+        made: Dict[Tuple[object, ...], Tuple[FusedStep, List[_SameStep]]] = {}
+        for alike in self._alike.values():
+            step = alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs))
+            numbers = [scalar.tobytes() for scalar in step.scalars] if len(self._alike) > 1 else ()
+            made.setdefault((alike.device, step.kernel.name, *numbers), (step, []))[1].append(alike)
+        for step, some in made.values():
+            key = (step.kernel.name, *map(id, some))
+            if key not in self._launches:
+                self._launches[key] = _launch_of(step, some)
+            self._launches[key](step.scalars)
+            for alike in some:
+                alike.updates += 1
+
+    def count(self) -> None:
+        """Say in the states how many updates the weights have had."""
+        for alike in self._alike.values():
+            for state in alike.states:
+                state["updates"] = alike.updates
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
-    """Make steps of different weights. Those of one structure with equal numbers are made by one kernel."""
-    alike: Dict[Tuple[object, ...], List[_Ready]] = {}
-    for each in [_ready(rule, item) for item in items]:
-        numbers = tuple(scalar.tobytes() for scalar in each.step.scalars)
-        alike.setdefault((each.item.weight.device, each.step.kernel.name, *numbers), []).append(each)
-    for same in alike.values():
-        _launch(same)
-        for each in same:
-            each.item.state["updates"] = each.updates
+    steps = GpuSteps(rule, items)
+    try:
+        steps.make()
+    finally:
+        steps.count()
 
 
-def _launch(same: Sequence[_Ready]) -> None:
+def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:
+    """Return what launches the kernel of a step for weights that take it, with its scalars."""
+    from distrun_runtime.arrays.gpu import ListLaunch, TensorColumn
     from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
-    made, weight = same[0].step, same[0].item.weight
-    device: GpuDevice = weight.device
-    used = [each for each in made.kernel.parameters if each.access is not Access.SCALAR]
-    if len(same) > 1:
-        columns = [(USES[each.access], [one.arrays[each.name] for one in same]) for each in used]
-        device.launch_list(made.program, made.listed.name, columns, made.scalars)
-    elif weight.size:
-        arrays = same[0].arrays
-        device.launch(
-            made.program,
-            made.kernel.name,
-            made.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
-            weight.size,
-            reads=[arrays[each.name] for each in used if each.access is Access.READ],
-            writes=[arrays[each.name] for each in used if each.access is not Access.READ],
-        )
+    device, sizes = some[0].device, [size for alike in some for size in alike.sizes]
+    columns = [
+        TensorColumn.joined(USES[each.access], [one for alike in some for one in alike.arrays[each.name]])
+        for each in made.kernel.parameters
+        if each.access is not Access.SCALAR
+    ]
+    return ListLaunch(device, made.program, made.listed.name, columns, sizes, alone=made.kernel.name).run
 
 
 def _chunks(

@@ -78,6 +78,15 @@ def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
     known = values.layouts.get((id(shards), sizes))
     if known is not None and known.shards is shards:
         return known
+    found, places = laid_out(values, shards, sizes)
+    made = values.layouts[id(shards), sizes] = Layout(shards, found, places)
+    while len(values.layouts) > LAYOUTS:
+        del values.layouts[next(iter(values.layouts))]
+    return made
+
+
+def laid_out(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
+    """Return the runs of shards whose elements are in arrays of these sizes, end to end, and where each run's are."""
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
@@ -88,10 +97,7 @@ def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
             begin = int(limits[number])
             number += 1
         places.append((number, run.offset - begin, run.offset - begin + run.end - run.begin))
-    made = values.layouts[id(shards), sizes] = Layout(shards, found, places)
-    while len(values.layouts) > LAYOUTS:
-        del values.layouts[next(iter(values.layouts))]
-    return made
+    return found, places
 
 
 def contributions(values: Values, batch: role.Batch) -> Iterator[tuple[int, Contribution]]:
@@ -150,17 +156,26 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
             for shard, _, [piece] in values.apart(given.shards, run, [part]):
                 _sum_of(values, of, shard).add(Dense(widened(piece), False))
     elif first > 0 and of.held[first].is_like(given):
-        sums = values.sums(of, code)
-        for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
-            values.device.sum([one, other], sums.view(run.begin, run.end))
+        _sum_runs(values, of, code, given.runs, (of.held[first].parts, given.parts))
         of.where[given.shards] = SUM_IN_ARENA
         del of.held[first]
     else:
         fold(values, of, code, first)
         sums = values.sums(of, code)
-        for run, part in zip(given.runs, given.parts, strict=True):
-            there = sums.view(run.begin, run.end)
-            values.device.sum([there, part], there)
+        there = [sums.view(run.begin, run.end) for run in given.runs]
+        _sum_runs(values, of, code, given.runs, (there, given.parts))
+
+
+def _sum_runs(
+    values: Values, of: Round, code: int, found: Sequence[Run], parts: Sequence[Sequence[DeviceArray]]
+) -> None:
+    """Write the sums of parts to the sums of a round: those of all runs at once.
+
+    Arguments:
+        parts: of the first contribution for each run its elements, then of the next one.
+    """
+    sums = values.sums(of, code)
+    values.device.sums([(some, sums.view(run.begin, run.end)) for run, *some in zip(found, *parts, strict=True)])
 
 
 def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *, is_much: bool) -> bool:
@@ -273,9 +288,7 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
     given = of.held.pop(number, None)
     if given is None:
         return
-    sums = values.sums(of, code)
-    for run, part in zip(given.runs, given.parts, strict=True):
-        values.device.sum([part], sums.view(run.begin, run.end))
+    _sum_runs(values, of, code, given.runs, (given.parts,))
     shards = given.shards
     of.where[shards[of.where[shards] == number]] = SUM_IN_ARENA
 
@@ -433,21 +446,24 @@ def _update(
         return
     values.gather(shards)
     steps: list[tuple[Array, update.WeightStep]] = []
+    sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
         target = arena.view(piece.begin, piece.end, side)
         if values.rule is None:
-            values.device.sum(addends, target)
+            sums.append((addends, target))
             values.side[here] = side
             continue
         present = int(values.side[here[0]])
         if side != present:
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
-        steps += _steps_of(values, code, here, piece, weight=target, parts=addends)
+        steps += steps_of(values, code, here, piece, weight=target, parts=addends)
         if values.is_on_host:  # while they are in the processor's cache
-            _step_all(values, steps)
+            step_all(values, steps)
             steps = []
-    _step_all(values, steps)
+    if sums:
+        values.device.sums(sums)
+    step_all(values, steps)
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
@@ -458,7 +474,7 @@ def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
     return Dense(out, is_own=True)
 
 
-def _steps_of(
+def steps_of(
     values: Values, code: int, shards: Array, run: Run, *, weight: DeviceArray, parts: Sequence[DeviceArray]
 ) -> Iterator[tuple[Array, update.WeightStep]]:
     """Yield the rule's steps over neighbouring shards: one where they have as many updates and the same multipliers."""
@@ -481,7 +497,7 @@ def _steps_of(
         first, at = last, at + size
 
 
-def _step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) -> None:
+def step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) -> None:
     """Make the rule's steps of some shards."""
     if not steps:
         return
@@ -537,7 +553,7 @@ def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int
         dense = spread(given, int(values.store.length[shard]))
         weight = values.own(shard)
         code = int(values.store.dtype[shard])
-        _step_all(values, list(_steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
+        step_all(values, list(steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
         return None
     if shard not in values.state:
         values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))

@@ -30,7 +30,7 @@ from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import ContractError, KVError
-from distrun_runtime.ops import compression, update
+from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Rule
 from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store
@@ -123,11 +123,12 @@ def _mib(nbytes: int) -> str:
 
 
 def _prepare(gpu: GpuDevice, dtypes: Sequence[DType], rule: Rule | None) -> None:
-    """Compile and load all kernels that values of these dtypes and a rule need, so that no round waits for them."""
+    """Compile and load the kernels that values of these dtypes and a rule need, so that no round waits for them.
+
+    Not those of codecs, which take as long: the first message that is encoded has them compiled, if no worker of this
+    host did so when the compression was set.
+    """
     gpu.prepare(dtypes)
-    if any(is_float(dtype) for dtype in dtypes):
-        # Workers may compress what they send from any round on. One codec stands for all.
-        compression.named("2bit").prepare(gpu)
     if rule is not None:
         update.prepare(rule, dtypes, gpu)
 

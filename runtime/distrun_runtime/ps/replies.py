@@ -235,12 +235,7 @@ def _copied(lent: ReplyValues) -> list[tuple[Array, Array]]:
     if len(new):
         places[new] = np.cumsum(sizes[new]) - sizes[new]
         made: Array = values.host.empty((int(sizes[new].sum()),), np.dtype(np.uint8), is_sent=True)
-        pairs, at = [], 0
-        for array in _arrays(values, shards[new], sides[new]):
-            pairs.append((array, made[at : at + array.nbytes].view(array.dtype)))
-            at += array.nbytes
-        gpu = cast("GpuDevice", values.device)
-        gpu.read_all(pairs)
+        cast("GpuDevice", values.device).read_end_to_end(_arrays(values, shards[new], sides[new]), made)
         number = values.copies.add(shards[new], sides[new], places[new], made)
         numbers[new] = number
         memory[number] = made

@@ -14,8 +14,18 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Arena, ArrayPlace, Device, DeviceArray, Run, copy, is_on_host, move, on_host
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.device import (
+    Arena,
+    ArrayPlace,
+    Device,
+    DeviceArray,
+    Run,
+    copy,
+    is_on_host,
+    move,
+    on_host,
+)
+from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -175,10 +185,14 @@ class Values:
     """The arrays of one store, all on one device.
 
     On a GPU, weights are dense and are updated by kernels: rules that cannot be fused and rows are refused there.
+
+    Arguments:
+        is_sent: values are sent to other processes, which may map large ones.
     """
 
-    def __init__(self, store: Store, device: Device) -> None:
+    def __init__(self, store: Store, device: Device, *, is_sent: bool = True) -> None:
         self.store = store
+        self._is_sent = is_sent
         self.host = device
         """Has the answers of a store that is on a GPU."""
         self.device = device
@@ -305,13 +319,15 @@ class Values:
                 each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
         arena = self.arenas.get(code)
         if arena is None:
-            arena = self.arenas[code] = Arena(self.device, DTYPES[code], is_sent=True)
+            arena = self.arenas[code] = Arena(self.device, DTYPES[code], is_sent=self._is_sent)
             while arena.sides < len(self.lent):
                 arena.add_side()
         lengths = self.store.length[shards]
         # What may be one of several pieces of a value.
         is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
-        self.at[shards] = arena.reserve(lengths, is_large)
+        # Kernels work best on values that begin as those of other libraries do.
+        multiple = ALIGNED if self.device.is_gpu and not self._is_sent else 1
+        self.at[shards] = arena.reserve(lengths, is_large & self._is_sent, multiple)
 
     def extent(self) -> Extent:
         """Return what `take_back` takes."""
@@ -592,7 +608,7 @@ class Values:
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         self._refuse(self.device, rule, np.arange(self.store.count))
-        if rule is not None and self.rule is not None and self._keeps_state(rule):
+        if rule is not None and self.rule is not None and self.keeps_state(rule):
             self.rule, self.spec, self.knobs = rule, spec, {}
             return
         carried: dict[int, dict[str, Any]] = {}
@@ -609,17 +625,17 @@ class Values:
         for shard, state in carried.items():
             self.set_state(shard, state)
 
-    def _keeps_state(self, rule: rules.Rule) -> bool:
+    def keeps_state(self, rule: rules.Rule) -> bool:
         """Whether a rule has the same state as the present one, all of it flat."""
         assert self.rule is not None
         if rule.name != self.rule.name or self.state or self.store.row_size[: self.store.count].any():
             return False
+        is_stepped = bool((self.steps >= 0).any())
         for code in self.arenas:
             if not self.is_flat(code) or not update.is_flat(rule, DTYPES[code]):
                 return False
-            present = self.flat_state.get(code, {})
             state = rule.new_state(np.zeros((1,), DTYPES[code]))
-            if present and set(present) != {name for name in state if name != "updates"}:
+            if is_stepped and {"updates", *self.flat_state.get(code, {})} != set(state):
                 return False
         return True
 

@@ -153,11 +153,12 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "pulled_next", "records", "size_bytes")
+    __slots__ = ("dtypes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "shapes", "size_bytes")
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
-        self.named = named(record.key for record in self.records)
+        self.keys = [record.key for record in self.records]
+        self.named = named(self.keys)
         """The keys, for people."""
         self.size_bytes = sum(record.size * record.dtype.itemsize for record in self.records)
         """Of all values."""
@@ -167,8 +168,8 @@ class Selection:
         """What the backend keeps of it."""
         self.pulled_next = 0
         """How often in a row a push of these keys was followed by their pull; below 0: when that was not so."""
-        self._shapes = [record.shape for record in self.records]
-        self._dtypes = [record.dtype for record in self.records]
+        self.shapes = [record.shape for record in self.records]
+        self.dtypes = [record.dtype for record in self.records]
 
     def fits(self, arrays: Sequence[object]) -> bool:
         """Whether these are numpy arrays of the records' shapes and dtypes, and the keys are dense.
@@ -181,7 +182,7 @@ class Selection:
         # it need not behave as an array does.
         if set(map(type, arrays)) != {np.ndarray}:
             return False
-        return list(map(_SHAPE, arrays)) == self._shapes and list(map(_DTYPE, arrays)) == self._dtypes
+        return list(map(_SHAPE, arrays)) == self.shapes and list(map(_DTYPE, arrays)) == self.dtypes
 
     def takes(self, arrays: Sequence[Any]) -> bool:
         """Whether arrays that fit may be the outputs, one for each key.
@@ -304,6 +305,14 @@ class StoreBackend(Protocol):
     def meet(self) -> Pending:
         """As `barrier`, and it may wait."""
         return self.barrier()
+
+    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
+        """Make a push, a pull or both of arrays as the script gave them, and return True, if there is a plan for it.
+
+        Arguments:
+            given, outs: for each key an array or a list of arrays; nothing is known of them.
+        """
+        return False
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

@@ -22,11 +22,11 @@ from typing import Any, cast
 import numpy as np
 
 from distrun_runtime.arrays.device import DeviceArray
-from distrun_runtime.arrays.dtypes import Array, DType, name_of
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
+from distrun_runtime.protocol.message import Kind, Message, Payload
 from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
 from distrun_runtime.ps.role import Request
@@ -165,8 +165,7 @@ def _shards(
     link: StoreLink, record: KeyRecord, number: int, servers: Sequence[int] | None, compressor: Compressor
 ) -> tuple[Shard, ...]:
     """Return a key's shards: on the servers that the scheduler says, or where MXNet has them."""
-    row_size = record.row_size if record.is_sparse else 0
-    value = Shard(0, 0, record.size, number, DTYPE_CODES[record.dtype], row_size)
+    value = record.whole(number)
     if servers is not None:
         return shards_on(value, servers)
     setting = compressor.of(record)
@@ -177,13 +176,7 @@ def _shards(
 
 def _described(record: KeyRecord, compressor: Compressor) -> dict[str, Any]:
     """Return what workers have to agree on."""
-    return {
-        "key": record.key,
-        "shape": list(record.shape),
-        "dtype": name_of(record.dtype),
-        "stype": record.stype,
-        "codec": _compression(compressor.of(record)),
-    }
+    return {**record.to_json(), "codec": _compression(compressor.of(record))}
 
 
 def _compression(setting: Compression | None) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.message import DTYPE_CODES
 
 Key = Union[int, str]
 """A key, as stores keep it."""
@@ -61,6 +63,16 @@ class KeyRecord:
     def row_size(self) -> int:
         """Elements of a row: all dimensions but the first."""
         return math.prod(self.shape[1:])
+
+    def whole(self, number: int) -> Shard:
+        """Return the value as one shard, under the key's number in messages."""
+        row_size = self.row_size if self.is_sparse else 0
+        return Shard(0, 0, self.size, number, DTYPE_CODES[self.dtype], row_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what workers tell the scheduler of the key."""
+        dtype = dtypes.name_of(self.dtype)
+        return {"key": self.key, "shape": list(self.shape), "dtype": dtype, "stype": self.stype}
 
     def fit(self, array: Shaped, noun: str) -> None:
         """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.

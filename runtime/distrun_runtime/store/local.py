@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.arrays import device as devices
@@ -17,46 +19,45 @@ from distrun_runtime.ps import trace
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, named
+from distrun_runtime.store.keys import Key, KeyRecord, on_devices
 from distrun_runtime.store.pending import CompletedCall, Pending
-from distrun_runtime.store.reducer import DeviceReducer, reducer_for
+from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.values import RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    pass
+    from distrun_runtime.arrays.plans import Plans
+
+
+MOST_UNCOUNTED = 64
+"""So many lists of keys may have pushes that are not counted yet."""
 
 
 class LocalBackend(StoreBackend):
     """The store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
 
-    Every call is over when it returns, also with wait=False. An updater or rule that fails leaves the keys of the call
-    before its own updated, its own as far as it came.
+    Every call is over when it returns, also with wait=False. An updater or a rule of the user's that fails leaves the
+    keys of the call before its own updated, its own as far as it came.
     """
 
     is_shared = False
+    rank = 0
+    num_workers = 1
 
     def __init__(self, type_name: str = "local") -> None:
         self.lifetime = Lifetime(type_name)
-        self.reducer = reducer_for(type_name)
-        self._records: dict[Key, KeyRecord] = {}
+        self._compressor = Compressor()
+        self.reducer = reducer_for(type_name, compressor=self._compressor)
         self._lock = threading.RLock()  # an updater may pull other keys
-        self._weights = Weights()
-        if isinstance(self.reducer, DeviceReducer):
-            self.reducer.prepares.append(self._weights.prepare)
+        self._weights = Weights(self.reducer.host)
+        self.reducer.prepares.append(self._weights.prepare)
+        self._plans: Plans | None = None
+        """Of calls with arrays on a GPU, once there was one."""
         self._counters = Counters()
-        self._pushes: dict[Key, int] = {}
+        self._pushes: dict[Key, int] = defaultdict(int)
+        self._uncounted: dict[Selection, int] = defaultdict(int)
+        """Pushes of whole calls that are not among those yet: to count them key by key takes long."""
         self._recorder = trace.Recorder()
-
-    @property
-    def rank(self) -> int:
-        """0: the only worker."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """1: a local store is not shared."""
-        return 1
 
     # Data
 
@@ -72,15 +73,12 @@ class LocalBackend(StoreBackend):
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
-            self._weights.check((key, value.dtype) for key, value in items)
-            first = len(self._weights.values)
-            for key, value in items:
-                self._weights.add(key, value)
+            first = len(self._weights.kept)
             records = [
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
-            self._records.update((record.key, record) for record in records)
+            self._weights.add([(record, value) for record, (_, value) in zip(records, items, strict=True)])
             return records
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
@@ -89,36 +87,55 @@ class LocalBackend(StoreBackend):
                 self._weights.assign(record.key, value)
 
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
-        return self._made("push", keys.records, lambda: self._update(keys, values, call.scale))
+        return self._made("push", keys, partial(self._update, keys, values, call.scale))
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
-        return self._made("pull", keys.records, lambda: self._write(keys, outs))
+        return self._made("pull", keys, partial(self._write, keys, outs))
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = self._weights.on_host(record.key)[rows]
+                found = devices.on_host(self._weights.kept[record.key].array)[rows]
                 self._counters.bytes_out += found.nbytes
                 take(found)
 
-        return self._made("row_sparse_pull", [record for record, _, _ in items], work)
+        return self._made("row_sparse_pull", Selection(record for record, _, _ in items), work)
 
     def pushpull(
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
-        def work() -> None:
-            self._update(keys, values, call.scale)
-            self._write(keys, outs)
+        update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
+        return self._made("pushpull", keys, update, write)
 
-        return self._made("pushpull", keys.records, work)
+    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
+        if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
+            return False
+        with self._lock:
+            if self._plans is None:
+                from distrun_runtime.arrays.plans import Plans
 
-    def _made(self, call: str, records: Sequence[KeyRecord], work: Callable[[], None]) -> Pending:
+                self._plans = Plans(devices.gpus())
+            try:
+                if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
+                    return False
+            except KVError as err:
+                raise KVError(f"{keys.named}: {err}") from err
+            if given is not None:
+                self._note_push(keys, keys.size_bytes)
+            if outs is not None:
+                copies = len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
+                self._counters.bytes_out += copies * keys.size_bytes
+        return True
+
+    def _made(self, call: str, keys: Selection, *work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
-        keys = [record.key for record in records]
-        what = f"{call} of {named(keys)}"
+        what = f"{call} of {keys.named}"
         try:
-            with self._open(), self._recorder.span(call, "store", keys=keys):
-                work()
+            recorder = self._recorder
+            span = recorder.span(call, "store", keys=keys.keys) if recorder.is_on else nullcontext()
+            with self._open(), span:
+                for each in work:
+                    each()
         # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
             return CompletedCall(what, err, self.lifetime.late)
@@ -132,17 +149,32 @@ class LocalBackend(StoreBackend):
             yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
-        for record, arrays in zip(keys.records, outs, strict=True):
-            value = self._weights.values[record.key]
+        kept = self._weights.kept
+        for key, arrays in zip(keys.keys, outs, strict=True):
+            value = kept[key].array
             for out in arrays:
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
-        for record, value in self._weights.update(zip(keys.records, values, strict=True), scale):
-            self._counters.bytes_in += value.values.nbytes if isinstance(value, RowSparse) else value.nbytes
-            self._counters.updates += 1
-            self._pushes[record.key] = self._pushes.get(record.key, 0) + 1
+        self._weights.update(keys, values, scale)
+        nbytes = keys.size_bytes
+        if keys.has_rows:
+            nbytes = sum(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
+        self._note_push(keys, nbytes)
+
+    def _note_push(self, keys: Selection, nbytes: int) -> None:
+        self._counters.bytes_in += nbytes
+        self._counters.updates += len(keys.keys)
+        self._uncounted[keys] += 1
+        if len(self._uncounted) > MOST_UNCOUNTED:
+            self._count_pushes()
+
+    def _count_pushes(self) -> None:
+        for keys, times in self._uncounted.items():
+            for key in keys.keys:
+                self._pushes[key] += times
+        self._uncounted.clear()
 
     # What a push does
 
@@ -159,25 +191,20 @@ class LocalBackend(StoreBackend):
             self._weights.set_updater(updater)
 
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:
-        compressor = self._compressor()
-        if compressor is None:
+        if not on_devices(self.type):
             raise KVError(
                 f"a {self.type!r} store sends nothing that could be compressed; 'device' compresses what devices send"
             )
         if setting.two_way:
             raise KVError(f"a {self.type!r} store compresses one way only: two_way is for stores on servers")
-        compressor.set(setting, keys)
+        self._compressor.set(setting, keys)
 
     @property
     def compresses(self) -> bool:
-        compressor = self._compressor()
-        return compressor is not None and compressor.is_on
+        return self._compressor.is_on
 
     def check(self, items: list[Contribution]) -> None:
         self.reducer.check(items)
-
-    def _compressor(self) -> Compressor | None:
-        return self.reducer.compressor if isinstance(self.reducer, DeviceReducer) else None
 
     # States and facts
 
@@ -185,29 +212,26 @@ class LocalBackend(StoreBackend):
         # Imported here, as below: most scripts never save.
         from distrun_runtime.store import saving
 
-        compressor = self._compressor()
         with self._open():
-            residuals = compressor.residuals() if compressor else {}
-            saving.save_local(folder, self.type, self._records.values(), self._weights, residuals)
+            saving.save_local(folder, self.type, self._weights, self._compressor.residuals())
 
     def load(self, folder: str) -> None:
         from distrun_runtime.store import saving
 
-        compressor = self._compressor()
         with self._open():
-            residuals = saving.load_local(folder, self._records.values(), self._weights)
-            if compressor is not None:
-                compressor.restore(residuals)
+            residuals = saving.load_local(folder, self._weights)
+            self._compressor.restore(residuals if on_devices(self.type) else {})
 
     def stats(self) -> list[dict[str, Any]]:
         with self._lock:
-            keys = len(self._records)
+            self._count_pushes()
+            keys = len(self._weights.kept)
             rounds = max(self._pushes.values(), default=0)
             facts = {"server": self.type, "host": platform.node(), "keys": keys, "pieces": keys, "rounds": rounds}
             return [{**facts, "queue": 0, **self._counters.to_json()}]
 
     @contextmanager
-    def _recording(self, folder: str) -> Iterator[None]:
+    def profile(self, folder: str) -> Iterator[None]:
         if self._recorder.is_on:
             raise KVError(f"this {self.type!r} store is being profiled already")
         trace.prepare(folder)
@@ -216,9 +240,6 @@ class LocalBackend(StoreBackend):
             yield
         finally:
             trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
-
-    def profile(self, folder: str) -> AbstractContextManager[None]:
-        return self._recording(folder)
 
     def num_dead(self, mask: int) -> int:
         return 0
@@ -237,16 +258,14 @@ class LocalBackend(StoreBackend):
     def close(self) -> None:
         with self._lock:
             self._weights.clear()
-        compressor = self._compressor()
-        if compressor is not None:
-            compressor.clear()
+            self._plans = None
+        self._compressor.clear()
         self.reducer.trim()
 
     def abort(self, error: BaseException) -> None:
         self.close()
 
-    def give_up(self, error: BaseException) -> None:
-        self.close()
+    give_up = abort
 
     def companion(self) -> StoreBackend:
         """Raise KVError: a local store is not shared."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed, TimedOut
 from distrun_runtime.ps.shards import Notes
 
 if TYPE_CHECKING:
@@ -95,11 +95,16 @@ class Late:
 
     @contextmanager
     def told(self, owner: object) -> Iterator[None]:
-        """While the block runs, its error is raised there; afterwards it is not raised again."""
+        """While the block runs, its error is raised there; afterwards neither it nor others of its cause are raised."""
         with self._lock:
             self._told.append(owner)
         try:
             yield
+        except RuntimeFault as err:
+            cause = _cause(owner, err)
+            with self._lock:
+                self._errors = {other: each for other, each in self._errors.items() if _cause(other, each) != cause}
+            raise
         finally:
             with self._lock:
                 self._told.remove(owner)  # once: another thread may be waiting for the same

@@ -1,8 +1,7 @@
 """The sum of a worker's device values of each key, made by the host's threads or on one of the devices.
 
-Both give the same sums: from the first device to the last, 16-bit floats in float32. Where a sum is made is decided
-by `place`. Values on GPUs are of these devices; values of the i-th place of a list that are in host memory are device
-`cpu:i`'s.
+Both give the same sums: from the first device to the last, 16-bit floats in float32. A sum for servers is rounded to
+the key's dtype, in which it is sent; a sum for this process stays float32.
 
     Reducer         sums in host memory; what is on GPUs is copied there before
     DeviceReducer   sums where the values are; a distributed store then gets the sums in host memory
@@ -14,6 +13,7 @@ that has the fewest elements so far.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import Device, DeviceArray, Threads, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, name_of
+from distrun_runtime.arrays.device import DeviceArray, Threads, is_on_host
+from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.compress import Compressor
@@ -37,17 +37,17 @@ Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""
 
 
-def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | None = None) -> Reducer:
+def reducer_for(type_name: str, memory: Memory = np.empty, compressor: Compressor | None = None) -> Reducer:
     """Return the reducer of a kind of store, set up by the environment.
 
     Arguments:
         memory: makes the arrays that values of GPUs are copied to.
-        sender: compresses what a store sends to servers.
+        compressor: the store's.
     """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
     if not on_devices(type_name):
-        return Reducer(threads, memory)
-    return DeviceReducer(threads, memory, sender, is_shared=is_dist(type_name))
+        return Reducer(threads, memory, is_shared=is_dist(type_name))
+    return DeviceReducer(threads, memory, compressor, is_shared=is_dist(type_name))
 
 
 def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
@@ -56,12 +56,19 @@ def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
 
 
 class Reducer:
-    """Sums by the host's threads. Threads: any may call."""
+    """Sums by the host's threads. Threads: any may call.
 
-    def __init__(self, threads: Threads, memory: Memory = np.empty) -> None:
-        self._threads = threads
+    Arguments:
+        is_shared: whether the sums are for servers.
+    """
+
+    def __init__(self, threads: Threads, memory: Memory = np.empty, *, is_shared: bool = True) -> None:
+        self.host = devices.get("cpu:0", threads)
+        """The device in host memory on which sums are made."""
         self._memory = memory
-        self._host = devices.get("cpu:0", threads)
+        self._is_shared = is_shared
+        self.prepares: list[Callable[[GpuDevice, DType], None]] = []
+        """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
 
     @property
     def seen(self) -> list[GpuDevice]:
@@ -69,16 +76,14 @@ class Reducer:
         return []
 
     def prepare(self, records: Iterable[KeyRecord]) -> None:
-        """Have ready what values of these keys need on GPUs that the program uses: no push waits for a compiler.
+        """Have ready what values of these keys need on GPUs: no push waits for a compiler.
 
-        Call it before they are initialised, in the thread whose call that is. Row-sparse keys need nothing.
+        These are the GPUs that the program uses, and those whose values come later. Call it before the keys are
+        initialised, in the thread whose call that is. Row-sparse keys need nothing.
 
         Raises:
             KVError: a kernel does not compile, or a GPU has failed; names a key. No store was changed.
         """
-
-    def know(self, records: Iterable[KeyRecord]) -> None:
-        """Take note of keys whose values will come."""
 
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
@@ -87,7 +92,7 @@ class Reducer:
         """Return the sum of each key's values, which fit its record and are of its storage kind.
 
         A single value is returned as it is (a RowSparse: canonical; one on a GPU: in host memory); every other sum is
-        new.
+        new. In the key's dtype, or for this process in its work dtype.
 
         Raises:
             KVError: a value cannot be compressed, and nothing was changed; or a GPU has failed, and no weight was
@@ -106,12 +111,17 @@ class Reducer:
     def _sum(self, record: KeyRecord, values: Sequence[Value]) -> Value:
         rows = [value for value in values if isinstance(value, RowSparse)]
         if rows:
-            return RowSparse.total(rows)
-        arrays = [value for value in values if not isinstance(value, RowSparse)]
-        return arrays[0] if len(arrays) == 1 else self._total(record, arrays)
+            return RowSparse.total(rows, self._dtype(record))
+        if len(values) == 1:
+            return values[0]
+        total = np.empty(record.shape, self._dtype(record))
+        # Views of contiguous arrays, copies of others.
+        self.host.sum([cast(Array, value).reshape(-1) for value in values], total.reshape(-1))
+        return total
 
-    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        return self._host.host(self._host.total(arrays))
+    def _dtype(self, record: KeyRecord) -> DType:
+        """Return the dtype of a key's sums."""
+        return record.dtype if self._is_shared else work_dtype(record.dtype)
 
     def _on_host(self, values: Sequence[Value]) -> list[Value]:
         """Return values with copies in host memory of those that are on GPUs, which lie end to end by dtype."""
@@ -137,29 +147,24 @@ class DeviceReducer(Reducer):
 
     Arguments:
         sender: compresses sums for servers, where they were made.
-        is_shared: whether the sums are for servers. If so they are in host memory, but for those that `sender` will
-            compress; else they are where they were made, and this is where contributions are compressed.
+        compressor: compresses sums for servers, where they were made; for this process each device's contribution.
+        is_shared: whether the sums are for servers. If so they are in host memory, but for those that will be
+            compressed; else they are where they were made.
     """
 
     def __init__(
         self,
         threads: Threads,
         memory: Memory = np.empty,
-        sender: Compressor | None = None,
+        compressor: Compressor | None = None,
         *,
         is_shared: bool = True,
     ) -> None:
-        super().__init__(threads, memory)
-        self._sender = sender
-        self.compressor = None if is_shared else Compressor()
-        self.cpus, self.gpus = SumDevices(), SumDevices()
-        """Where sums are made of values in host memory, and of those that have some on GPUs."""
-        self.prepares: list[Callable[[GpuDevice, DType], None]] = []
-        """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
-        for each in (sender, self.compressor):
-            if each is not None:
-                self.prepares.append(each.prepare)
-        self._cpus: list[Device] = []
+        super().__init__(threads, memory, is_shared=is_shared)
+        self._compressor = compressor or Compressor()
+        self.prepares.append(self._compressor.prepare)
+        self.gpus = SumDevices()
+        """Where sums are made of values that are on GPUs."""
         self._dtypes: dict[DType, Key] = {}
         """Of all keys that are known; the first one of each."""
         self._ready: dict[GpuDevice, set[DType]] = {}
@@ -176,14 +181,6 @@ class DeviceReducer(Reducer):
         """Have ready what values of these keys need on GPUs that the program uses."""
         self._prepare(devices.in_use(), _by_dtype(records))
 
-    def know(self, records: Iterable[KeyRecord]) -> None:
-        """Take note of keys, for their placement together with the next sum."""
-        records = list(records)
-        with self._lock:
-            self._dtypes = {**_by_dtype(records), **self._dtypes}
-            for record in records:
-                self.cpus.sizes[record.key] = self.gpus.sizes[record.key] = record.size
-
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
         for gpu in self.seen:
@@ -197,20 +194,20 @@ class DeviceReducer(Reducer):
         residuals of contributions that were compressed before have what their payloads left out, and what these
         carried is lost.
         """
-        if self.compressor is None:
-            self._prepare_for(items)
+        self._prepare_for(items)
+        if self._is_shared:
             return self._for_servers(items)
         self.check(items)  # All of them, before any residual changes.
         return self._sums([(record, self._compressed(record, values)) for record, values in items])
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
-        if self.compressor is None:
+        if self._is_shared or not self._compressor.is_on:
             return
         self._prepare_for(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
-            self.compressor.check_all(
+            self._compressor.check_all(
                 (record, value.reshape(-1), device)
                 for record, values in items
                 for device, value in enumerate(values)
@@ -219,20 +216,21 @@ class DeviceReducer(Reducer):
 
     def _for_servers(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return sums in host memory, but for those on GPUs that are compressed there."""
-        sums, sender = self._sums(items), self._sender
-        if sender is None or not sender.is_on:
+        sums = self._sums(items)
+        if not self._compressor.is_on:
             return self._on_host(sums)
-        stay = [is_gpu_array(total) and sender.of(record) for (record, _), total in zip(items, sums, strict=True)]
+        stay = [
+            is_gpu_array(total) and self._compressor.of(record) for (record, _), total in zip(items, sums, strict=True)
+        ]
         there = iter(self._on_host([total for total, stays in zip(sums, stay, strict=True) if not stays]))
         return [total if stays else next(there) for total, stays in zip(sums, stay, strict=True)]
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
-        assert self.compressor is not None
-        if self.compressor.of(record) is None:
+        if self._compressor.of(record) is None:
             return values
         with self._lock:
             return [
-                self.compressor.through(record, value.reshape(-1), device).reshape(record.shape)
+                self._compressor.through(record, value.reshape(-1), device).reshape(record.shape)
                 if not isinstance(value, RowSparse)
                 else value
                 for device, value in enumerate(values)
@@ -242,17 +240,21 @@ class DeviceReducer(Reducer):
         """Return the sums. Those that one GPU makes of values of one dtype lie end to end, made by one kernel."""
         result: list[Value] = []
         together: dict[tuple[GpuDevice, DType], list[int]] = {}
-        for number, (record, values) in enumerate(items):
-            # A single value is copied only if it is to be sent.
-            is_made = len(values) > 1 or self.compressor is None
-            gpu = self._gpu(record, values) if is_made else None
+        # A single value is copied only if it is to be sent.
+        gpus = [
+            [value.device for value in values if is_gpu_array(value)] if len(values) > 1 or self._is_shared else []
+            for _, values in items
+        ]
+        with self._lock:
+            places = self.gpus.choose([record for record, _ in items], gpus)
+        for number, ((record, values), gpu) in enumerate(zip(items, places, strict=True)):
             if gpu is not None and record.size:
                 together.setdefault((gpu, record.dtype), []).append(number)
             result.append(self._sum(record, values) if gpu is None else values[0])
-        for (gpu, dtype), numbers in together.items():
+        for (gpu, _), numbers in together.items():
             its = [items[number] for number in numbers]
             try:
-                bucket = gpu.empty((sum(record.size for record, _ in its),), dtype)
+                bucket = gpu.empty((sum(record.size for record, _ in its),), self._dtype(its[0][0]))
                 gpu.gather([cast("Sequence[Array]", values) for _, values in its], bucket)
             except KVError as err:
                 raise KVError(f"{named((record.key for record, _ in its))}: {err}") from err
@@ -261,25 +263,6 @@ class DeviceReducer(Reducer):
                 result[number] = cast(Any, bucket[at : at + record.size].reshape(record.shape))
                 at += record.size
         return result
-
-    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        return self._cpu(record, len(arrays)).total(arrays)
-
-    def _cpu(self, record: KeyRecord, count: int) -> Device:
-        with self._lock:
-            while len(self._cpus) < count:
-                self._cpus.append(devices.get(f"cpu:{len(self._cpus)}", self._threads))
-            chosen: Device = self.cpus.device(record, self._cpus[:count])
-            return chosen
-
-    def _gpu(self, record: KeyRecord, arrays: Sequence[Value]) -> GpuDevice | None:
-        """Return where a key is summed that has values on GPUs; None: it has none there."""
-        gpus = list(dict.fromkeys(array.device for array in arrays if is_gpu_array(array)))
-        if not gpus:
-            return None
-        with self._lock:
-            gpu: GpuDevice = self.gpus.device(record, gpus)
-        return gpu
 
     def _prepare_for(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Prepare the GPUs of these values, if they are new, for all keys that are known: only one push waits."""
@@ -296,61 +279,43 @@ class DeviceReducer(Reducer):
             ]
         for gpu, dtype in missing:
             try:
-                gpu.prepare([dtype])
+                gpu.prepare({dtype} if self._is_shared else {dtype, work_dtype(dtype)})
                 for prepare in self.prepares:
                     prepare(gpu, dtype)
             except KVError as err:
                 raise KVError(f"key {wanted[dtype]!r} ({name_of(dtype)}): {err}") from err
             with self._lock:
                 self._ready[gpu].add(dtype)
+        with self._lock:
+            self._dtypes = wanted
 
 
 class SumDevices:
-    """Which device each key's sum is made on, of the devices that had values so far. Threads: one at a time."""
+    """Which device each key's sum is made on. Threads: one at a time."""
 
     def __init__(self) -> None:
-        self.sizes: dict[Key, int] = {}
-        """Elements of all keys that are known."""
-        self.places: dict[Key, int] = {}
-        """Each key's device, by its place among `devices`, once that was asked for."""
-        self.devices: list[Any] = []
-        """In the order in which they came."""
+        self._places: dict[Key, Any] = {}
+        self._loads: dict[Any, int] = defaultdict(int)
+        """Elements of all keys that were given to a device."""
 
-    def device(self, record: KeyRecord, given: Sequence[Any]) -> Any:
-        """Return where a key's sum is made.
+    def choose(self, records: Sequence[KeyRecord], given: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return where each key's sum is made; None where no device has values.
+
+        Keys that are new come by size, the largest first, each to the device that has the fewest elements so far, of
+        equal ones to the first. They stay there as long as it has values of them.
 
         Arguments:
-            given: the devices that have values of it, at least one.
+            given: the devices that have values of each key.
         """
-        new = [device for device in given if device not in self.devices]
-        if new:
-            self.devices += new
-            self.places = {}  # A device more: all are placed again.
-        if record.key not in self.places:
-            self.sizes.setdefault(record.key, record.size)
-            self.places = place(self.sizes, len(self.devices), self.places)
-        number = self.places[record.key]
-        chosen = self.devices[number]
-        return chosen if chosen in given else given[number % len(given)]
-
-
-def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
-    """Return the device of each key: the largest first, each to the device with the fewest elements so far.
-
-    Arguments:
-        sizes: key to elements. Equal ones keep their order; of equal devices the first is taken.
-        devices: how many there are, at least 1.
-        before: where some of the keys are already; they stay.
-    """
-    places = dict(before or {})
-    load = [0] * devices
-    for key, device in places.items():
-        load[device] += sizes[key]
-    for key in sorted(sizes, key=lambda name: -sizes[name]):
-        if key not in places:
-            places[key] = load.index(min(load))
-            load[places[key]] += sizes[key]
-    return places
+        for record, its in sorted(zip(records, given, strict=True), key=lambda item: -item[0].size):
+            if its and record.key not in self._places:
+                chosen = self._places[record.key] = min(its, key=self._loads.__getitem__)
+                self._loads[chosen] += record.size
+        places = [self._places.get(record.key) for record in records]
+        return [
+            place if place in its else min(its, key=self._loads.__getitem__, default=None)
+            for place, its in zip(places, given, strict=True)
+        ]
 
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
@@ -362,18 +327,23 @@ def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     return result
 
 
+def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:
+    """Return arrays of GPUs as flat ones; those that follow each other in memory are one."""
+    found: list[GpuArray] = []
+    for array in arrays:
+        last = found[-1] if found else None
+        if last is not None and array.memory is last.memory and array.begin == last.begin + last.nbytes:
+            found[-1] = type(last)(last.device, last.memory, last.begin, (last.size + array.size,), last.dtype)
+        else:
+            found.append(array.reshape(-1))
+    return found
+
+
 def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
     """Copy arrays of GPUs to host memory, one after the other; what lies end to end on its GPU, at once."""
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
-    runs: list[GpuArray] = []
-    for array in arrays:
-        flat, last = array.reshape(-1), runs[-1] if runs else None
-        if last is not None and flat.memory is last.memory and flat.begin == last.begin + last.nbytes:
-            runs[-1] = type(last)(last.device, last.memory, last.begin, (last.size + flat.size,), last.dtype)
-        else:
-            runs.append(flat)
     at = 0
-    for run in runs:
+    for run in end_to_end(arrays):
         pairs.setdefault(run.device, []).append((run, out[at : at + run.size]))
         at += run.size
     for gpu, its in pairs.items():

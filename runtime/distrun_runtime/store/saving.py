@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.agreement import Keys
-from distrun_runtime.store.keys import Key, KeyRecord
+from distrun_runtime.store.keys import Key
 from distrun_runtime.store.weights import Weights
 
 if TYPE_CHECKING:
@@ -129,21 +128,19 @@ def _said(error: object) -> dict[str, str]:
 # machine can be loaded in a job, and the other way round.
 
 
-def save_local(
-    folder: str, kind: str, records: Iterable[KeyRecord], weights: Weights, residuals: Mapping[Key, Array]
-) -> None:
+def save_local(folder: str, kind: str, weights: Weights, residuals: Mapping[Key, Array]) -> None:
     """Write weights, rule states and residuals into a folder, all or nothing.
 
     Raises:
         KVError: a file cannot be written, or a rule's state is of a kind that cannot be saved.
     """
-    host, part, keys = platform.node(), statefile.new_part(), _declared(records)
+    host, part, keys = platform.node(), statefile.new_part(), _declared(weights)
     folder = os.path.abspath(folder)
     body = {"folder": folder, "part": part, "names": keys.names, "file": statefile.server_file(0), "host": host}
     try:
-        saved = statefile.save(body, _shards(keys, weights))
+        saved = statefile.save(body, weights.saved())
         files = {saved["file"]: saved["holds"]}
-        arrays = {f"{int(number)}.residual": residuals[key] for number, key in keys.names if key in residuals}
+        arrays = {f"{number}.residual": residuals[key] for number, key in keys.names if key in residuals}
         if arrays:
             name = statefile.worker_file(0)
             files[name] = statefile.write(folder, part, name, arrays, host)
@@ -158,64 +155,41 @@ def save_local(
         raise
 
 
-def load_local(folder: str, records: Collection[KeyRecord], weights: Weights) -> dict[Key, Array]:
+def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
 
     Raises:
         KVError: the folder is not whole, or does not fit the store. Then nothing was changed.
     """
-    host, keys = platform.node(), _declared(records)
+    host, keys = platform.node(), _declared(weights)
     folder = os.path.abspath(folder)
     manifest = statefile.read_manifest(folder, host)
     rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
+    present = weights.spec
     wrong = keys.differ_from(manifest["keys"])
-    if not wrong and rule is not None and weights.spec is not None and rule.name != weights.spec.name:
-        wrong = f"the states were saved under the rule {rule.name!r}, the store has {weights.spec.name!r}"
+    if not wrong and rule is not None and present is not None and rule.name != present.name:
+        wrong = f"the states were saved under the rule {rule.name!r}, the store has {present.name!r}"
     if wrong:
         raise KVError(f"states in {folder}: {wrong}")
     saved = keys.saved_as(manifest["keys"])
-    has_own = weights.spec is not None or weights.has_updater
-    fresh = None if rule is None or has_own else (rule, weights.made(rule))
-    chosen = weights.rule if fresh is None else fresh[1]
+    fresh = None if rule is None or weights.rule is not None else (rule, weights.made(rule))
     body = {"folder": folder, "host": host, "manifest": manifest, "numbers": saved}
-    staged = statefile.stage(body, _shards(keys, weights), chosen)
-    sizes = {record.key: record.size for record in records}
+    staged = statefile.stage(body, weights.saved(), weights.rule if fresh is None else fresh[1])
     residuals: dict[Key, Array] = {}
     names = statefile.worker_files(manifest)
     if names and manifest["workers"] != 1:
         _warn_of_residuals(int(manifest["workers"]), names, "one")
     elif names:
-        mine = {old: (key, sizes[key]) for _, old, key in saved}
+        mine = {old: (key, weights.kept[key].record.size) for _, old, key in saved}
         residuals = statefile.read_residuals(folder, manifest["data"], statefile.worker_file(0), mine, host)
     if fresh is not None:
         weights.install(*fresh)
-    for (_, key), read in zip(keys.names, staged, strict=True):
-        if read is not None:
-            weights.values[key] = read.weight.reshape(weights.values[key].shape)
-            weights.states.pop(key, None)
-            if read.state is not None:
-                weights.states[key] = read.state
+    weights.restore(staged)
     return residuals
 
 
-def _declared(records: Iterable[KeyRecord]) -> Keys:
+def _declared(weights: Weights) -> Keys:
     """Return the keys as workers would have declared them to a scheduler."""
     keys = Keys()
-    keys.declare(
-        [
-            {
-                **{"key": record.key, "shape": list(record.shape)},
-                **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
-            }
-            for record in records
-        ]
-    )
+    keys.declare([each.record.to_json() for each in weights.kept.values()])
     return keys
-
-
-def _shards(keys: Keys, weights: Weights) -> list[statefile.Saved]:
-    """Return each value as the one shard that a server would have of it."""
-    return [
-        statefile.Saved(number, 0, weights.on_host(key).reshape(-1), weights.state_on_host(key))
-        for number, key in keys.names
-    ]

@@ -23,7 +23,7 @@ import numpy as np
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.reduce import ascending
@@ -143,16 +143,24 @@ class RowSparse:
         return None
 
     @classmethod
-    def total(cls, values: Sequence[RowSparse]) -> RowSparse:
-        """Return the canonical sum of at least one, all of one shape and dtype; 16-bit floats are added in float32."""
-        if len(values) == 1:
-            return values[0].canonical()
-        first = values[0]
-        joined = np.concatenate([value.values for value in values])
-        return cls(joined, np.concatenate([value.rows for value in values]), first.shape).canonical()
+    def total(cls, values: Sequence[RowSparse], dtype: DType | None = None) -> RowSparse:
+        """Return the canonical sum of at least one, all of one shape and dtype; 16-bit floats are added in float32.
 
-    def canonical(self) -> RowSparse:
-        """Return the same with rows in ascending order, each once; itself if it is so already."""
+        Arguments:
+            dtype: of the sum: their own, or its work dtype. A single one that is canonical is returned as it is.
+        """
+        first = values[0]
+        if len(values) > 1:
+            joined = np.concatenate([value.values for value in values])
+            first = cls(joined, np.concatenate([value.rows for value in values]), first.shape)
+        return first.canonical(dtype)
+
+    def canonical(self, dtype: DType | None = None) -> RowSparse:
+        """Return the same with rows in ascending order, each once; itself if it is so already.
+
+        Arguments:
+            dtype: of rows that are summed: as for `total`.
+        """
         if (self.rows[1:] > self.rows[:-1]).all():
             return self
         order = np.argsort(self.rows, kind="stable")
@@ -163,7 +171,7 @@ class RowSparse:
             with np.errstate(over="ignore", invalid="ignore"):
                 wide = dtypes.widen(values)
                 sums = np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype)
-            values = dtypes.narrow(sums, self.dtype)
+            values = dtypes.narrow(sums, self.dtype if dtype is None else dtype)
         return RowSparse(values, rows[starts], self.shape)
 
     def to_dense(self) -> Array:

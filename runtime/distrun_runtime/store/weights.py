@@ -1,200 +1,304 @@
-"""Values of a store in this process, and one way to update them: the sum itself, a rule, or the user's function."""
+"""The values of a store in this process, on the server's arithmetic (`ps.values`, `ps.arithmetic`), by device.
+
+Each value is one shard. On every device that has some they lie in arenas, with the rule's states beside them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Tuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import DeviceArray
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
+from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.optimizers import PLAIN, RuleSpec
 from distrun_runtime.ops.reduce import scaled
-from distrun_runtime.ops.update import (
-    WeightStep,
-    can_fuse,
-    new_state,
-    prepare,
-    state_on,
-    state_on_host,
-    step_all,
-    update,
-)
-from distrun_runtime.store.base import Updater
+from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
+from distrun_runtime.protocol.message import DTYPE_CODES
+from distrun_runtime.ps import arithmetic, statefile
+from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.values import Values
+from distrun_runtime.store.base import Selection, Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
-from distrun_runtime.store.reducer import is_gpu_array
+from distrun_runtime.store.reducer import end_to_end, is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+    from distrun_runtime.arrays.plans import CallArrays
 
-Sum = Tuple[KeyRecord, Value]
-"""What a push brings of a key."""
 COPIED_BYTES = 64 * 1024 * 1024
-"""Of sums that are scaled, or copied from another GPU, before their keys are updated."""
+"""Of sums that are scaled, or copied to a GPU, before their keys are updated."""
+JOINED_ELEMENTS = 1 << 15
+"""Sums of fewer elements are copied together, for one step over all of them."""
+CHUNK = 1 << 16
+"""So many elements are copied together: they are in the processor's cache when the step comes to them."""
+UPDATER = RuleSpec(rules.UPDATER, {})
+"""Stands for a function of the user's."""
+CALLS, PLANS = 4096, 64
+"""What was found out for so many calls is kept, and for so many layouts of the sums of each."""
+
+
+class Stored(NamedTuple):
+    """A value, where it is."""
+
+    record: KeyRecord
+    values: Values
+    shard: int
+    array: DeviceArray
+    """Its elements, in the user's shape."""
+
+
+_PlannedStep = tuple[int, int, int, Array, WeightStep]
+"""A step by a part of an array that has sums: its number, first and last element, the shards, and what steps. This is
+without the part, and of a store without a rule only the weight."""
+
+
+class _Together:
+    """Keys of a call that are updated together: dense, of one dtype, on one device, by a flat rule or by none.
+
+    Arguments:
+        code: of the dtype, in messages.
+        at: their places in the call.
+        stored: the values of all keys of the call.
+    """
+
+    def __init__(self, code: int, at: list[int], stored: Sequence[Stored]) -> None:
+        self.values = values = stored[at[0]].values
+        self.at, self._code = at, code
+        self._arrays = [stored[each].array for each in at]
+        self._shards = shards = np.array([stored[each].shard for each in at])
+        self._joins, self._sizes = _joins(values.store.length[shards])
+        self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
+        """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
+
+    def update(self, sums: Sequence[Any], scale: float) -> None:
+        """Update the keys by their sums, times `scale`."""
+        if not self.values.device.is_gpu and self.values.rule is None:
+            for array, total in zip(self._arrays, sums, strict=True):
+                np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
+            return
+        if not self.values.device.is_gpu:
+            self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
+            return
+        for first, last, some in _on_gpu(cast("GpuDevice", self.values.device), sums, scale):
+            found = end_to_end(some)
+            self._update(first, last, tuple(map(len, found)), found)
+
+    def _update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
+        """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
+        values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
+        shards = self._shards[first:last]
+        planned, counts = self._steps.get((first, last, sizes), ([], b""))
+        if values.steps[shards].tobytes() != counts:
+            if len(self._steps) >= PLANS:
+                self._steps.clear()
+            planned = self._planned(shards, sizes)
+        steps: list[tuple[Array, WeightStep]] = []
+        for number, begin, end, here, (weight, _, state, knobs) in planned:
+            while at < number:
+                at, given = at + 1, next(there)
+            if values.rule is None:
+                values.device.sum([given[begin:end]], weight)
+                continue
+            steps.append((here, WeightStep(weight, (given[begin:end],), state, knobs)))
+            if values.is_on_host:  # while they are in the processor's cache
+                arithmetic.step_all(values, steps)
+                steps = []
+        arithmetic.step_all(values, steps)
+        self._steps[first, last, sizes] = planned, values.steps[shards].tobytes()
+
+    def _planned(self, shards: Array, sizes: tuple[int, ...]) -> list[_PlannedStep]:
+        values, planned = self.values, list[_PlannedStep]()
+        for run, (number, begin, _) in zip(*arithmetic.laid_out(values, shards, sizes), strict=True):
+            here, weight = shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
+            steps: Iterable[tuple[Array, WeightStep]] = [(here, WeightStep(weight, (), {}, PLAIN))]
+            if values.rule is not None:
+                steps = arithmetic.steps_of(values, self._code, here, run, weight=weight, parts=())
+            for some, step in steps:
+                planned.append((number, begin, begin + len(step.weight), some, step))
+                begin += len(step.weight)
+        return planned
 
 
 class Weights:
     """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
 
-    Values are kept in the user's shape. Rules see them flat (of row-sparse keys: as rows), as they do on a server.
+    A value, and its state, is on a GPU from the first update by a sum that is on one. All come back to host memory when
+    they get a rule that no kernel can make: a function or a rule of the user's, or a rule that needs more than the
+    elements. The results are the same.
 
-    A value, and its state, is on a GPU from the first update by a sum that is on one. It comes back to host memory with
-    the first update that a kernel cannot make: by a sum in host memory, by rows, by a function or a rule of the user's,
-    or by a rule that needs more than the elements. The results are the same.
+    Arguments:
+        host: the device in host memory.
 
     Threads: one at a time, but for `prepare`.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[Key, DeviceArray] = {}
-        """Each C-contiguous and ours alone; numpy's, or on a GPU."""
-        self.states: dict[Key, rules.State] = {}
-        """What the rule remembers of a key, in flat arrays where its value is; of keys that it has updated."""
+    def __init__(self, host: Device) -> None:
+        self.kept: dict[Key, Stored] = {}
+        """In the order of `init`."""
         self.spec: RuleSpec | None = None
+        """Of the rule; None: a function of the user's, or nothing."""
         self.rule: rules.Rule | None = None
-        self._updater: Updater | None = None
-        self._kernels: dict[GpuDevice, set[DType]] = {}
-        """GPUs that may update weights, and the dtypes of these: no push waits until a rule is compiled for them."""
+        self._host = host
+        self._values: dict[Device, Values] = {}
+        """Of devices that have values."""
+        self._calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
+        self._kernels: dict[tuple[GpuDevice, DType], None] = {}
+        """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
         """While kernels are compiled, so that a rule and a GPU that come at the same time find each other."""
 
-    @property
-    def has_updater(self) -> bool:
-        """Whether a function of the user's updates the values."""
-        return self._updater is not None
+    # Values
 
-    def on_host(self, key: Key) -> Array:
-        """Return a value in host memory: itself, or a copy if it is on a GPU."""
-        return devices.on_host(self.values[key])
+    def add(self, items: Sequence[tuple[KeyRecord, Value]]) -> None:
+        """Keep copies of first values.
 
-    def state_on_host(self, key: Key) -> rules.State | None:
-        """Return a value's state in host memory, likewise; None: it has none."""
-        state = self.states.get(key)
-        return state if state is None or devices.is_on_host(self.values[key]) else state_on_host(state)
-
-    def add(self, key: Key, value: Value) -> None:
-        """Keep a copy of a first value."""
-        self.values[key] = value.to_dense() if isinstance(value, RowSparse) else np.array(value, order="C", copy=True)
+        Raises:
+            KVError: the rule does not take one; the key is named.
+        """
+        if self.rule is not None:
+            rules.check_keys(self.rule, ((record.key, record.dtype) for record, _ in items))
+        new = self._enter(self._on(self._host), [record for record, _ in items])
+        for each, (_, value) in zip(new, items, strict=True):
+            copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
+        self.kept.update((each.record.key, each) for each in new)
 
     def assign(self, key: Key, value: Array) -> None:
         """Overwrite a value; the rule's state goes on."""
-        if "master" in self.states.get(key, {}):
-            self._bring_back(key)
-        devices.copy(value, self.values[key])
-        if devices.is_on_host(self.values[key]):
-            rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
+        kept = self.kept[key]
+        copy(value, kept.array)
+        kept.values.renew_master(kept.shard)
 
-    def update(self, sums: Iterable[Sum], scale: float = 1.0) -> Iterator[Sum]:
-        """Take in the sums of a push, times `scale`; they are only read. Yield each when that is done.
+    def _on(self, device: Device) -> Values:
+        """Return the arrays of a device."""
+        if device not in self._values:
+            self._values[device] = self._new(device)
+        return self._values[device]
 
-        Those that a rule takes in on GPUs are taken in together, if they follow each other.
+    def _new(self, device: Device) -> Values:
+        values = Values(Store(0, 1), device, is_sent=False)
+        values.set_rule(self.rule, self.spec or UPDATER)
+        return values
+
+    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Stored]:
+        """Return new values of undefined content, next to each other."""
+        table, before = values.store, values.extent()
+        table.names.update((number, record.key) for number, record in enumerate(records, table.count))
+        shards = table.add(record.whole(number) for number, record in enumerate(records, table.count))
+        try:
+            for code, its, _ in values.codes(shards):
+                values.place(its, code)
+            return [
+                Stored(record, values, shard, values.weight(shard).reshape(record.shape))
+                for record, shard in zip(records, shards.tolist(), strict=True)
+            ]
+        except BaseException:
+            values.take_back(before, shards)
+            table.take_back(shards)
+            raise
+
+    def _move(self, values: Values, records: Sequence[KeyRecord]) -> None:
+        """Let values and their states be among others: all of them, or none if that fails."""
+        old = [self.kept[record.key] for record in records]
+        try:
+            new = self._enter(values, records)
+            for there, here in zip(old, new, strict=True):
+                copy(there.array, here.array)
+                values.set_state(here.shard, there.values.state_of(there.shard))
+        except KVError as err:
+            raise KVError(f"{named(record.key for record in records)}: {err}") from err
+        for there, here in zip(old, new, strict=True):
+            there.values.set_state(there.shard, None)
+            self.kept[here.record.key] = here
+        self._values = {each.values.device: each.values for each in self.kept.values()}
+        self._calls = {}
+
+    # Updates
+
+    def update(self, keys: Selection, sums: Sequence[Value], scale: float = 1.0) -> None:
+        """Take in the sums of a push, times `scale`; they are only read.
 
         Raises:
-            KVError: a GPU has failed; names the key. Those that were yielded are taken in.
+            KVError: a GPU has failed; names keys. Of these, none was updated or some were.
         """
-        for is_on_gpu, some in itertools.groupby(sums, lambda each: self._gpu_for(*each) is not None):
-            if is_on_gpu:
-                yield from self._update_on_gpus(list(some), scale)
-                continue
-            for record, value in some:
-                try:
-                    self._bring_back(record.key)
-                    given = devices.on_host(value) if is_gpu_array(value) else value
-                except KVError as err:
-                    raise KVError(f"key {record.key!r}: {err}") from err
-                self._update_on_host(record, given, scale)
-                yield record, value
+        if set(map(type, sums)) != {np.ndarray}:
+            self._follow(keys, sums)
+        alone, together = self._calls.get(keys) or self._planned(keys)
+        for at in alone:
+            self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
+        for each in together:
+            try:
+                each.update(sums if len(each.at) == len(sums) else [sums[at] for at in each.at], scale)
+            except KVError as err:
+                raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
 
-    def _update_on_host(self, record: KeyRecord, value: Value, scale: float) -> None:
+    def _update_alone(self, kept: Stored, value: Value, scale: float) -> None:
+        weight, rows = kept.array, value.rows if isinstance(value, RowSparse) else None
+        given = value.values if isinstance(value, RowSparse) else on_host(value)
         if scale != 1:
-            value = _scaled(value, scale)
-        stored = self.values[record.key]
-        if self._updater is not None:
-            _call(self._updater, record.key, value, stored)
-        elif self.rule is not None:
-            self._step(self.rule, record, value)
-        elif isinstance(value, RowSparse):
-            stored[...] = np.zeros((), stored.dtype)
-            stored[value.rows] = value.values
-        else:
-            np.copyto(stored, value)
+            given = scaled(widen(given), scale)
+        if self.rule is None:
+            weight[...] = np.zeros((), weight.dtype)
+            weight[rows] = narrow(given, weight.dtype)
+            return
+        if self.spec is not None:  # Rules see values flat, or as rows.
+            width = () if rows is None else (kept.record.row_size,)
+            weight = weight.reshape((len(weight) if width else -1, *width))
+            given = given.reshape((len(given) if width else -1, *width))
+        state = kept.values.state.get(kept.shard)
+        if state is None:
+            state = kept.values.state[kept.shard] = self.rule.new_state(kept.array.reshape(-1))
+        self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
-    def _step(self, rule: rules.Rule, record: KeyRecord, value: Value) -> None:
-        assert self.spec is not None
-        knobs = self.spec.knobs(record.key)
-        flat = self.values[record.key].reshape(-1)
-        if record.key not in self.states:
-            self.states[record.key] = new_state(rule, flat)
-        state = self.states[record.key]
-        if isinstance(value, RowSparse):
-            table, grad = flat.reshape(record.shape[0], record.row_size), value.values
-            update(rule, table, grad.reshape(len(value.rows), record.row_size), state, knobs, rows=value.rows)
-        else:
-            update(rule, flat, value.reshape(-1), state, knobs)
+    def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
+        """Return what `_calls` keeps of a call."""
+        alone: list[int] = []
+        groups: dict[tuple[Device, int], list[int]] = {}
+        every = [self.kept[key] for key in keys.keys]
+        for at, (record, values, _, _) in enumerate(every):
+            code = DTYPE_CODES[record.dtype]
+            if record.is_sparse or not (self.rule is None or values.is_flat(code)):
+                alone.append(at)
+            else:
+                groups.setdefault((values.device, code), []).append(at)
+        together = [_Together(code, its, every) for (_, code), its in groups.items()]
+        if len(self._calls) >= CALLS:
+            self._calls.clear()
+        self._calls[keys] = alone, together
+        return alone, together
 
-    # On GPUs
+    def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
+        """Let values be on the GPUs that have their sums, if kernels can update them there."""
+        moves: dict[Device, list[KeyRecord]] = {}
+        for record, value in zip(keys.records, sums, strict=True):
+            if not is_gpu_array(value) or record.is_sparse or self.kept[record.key].values.device.is_gpu:
+                continue
+            if self.rule is None or can_fuse(self.rule):
+                moves.setdefault(value.device, []).append(record)
+        for gpu, records in moves.items():
+            self._move(self._on(gpu), records)
 
-    def _gpu_for(self, record: KeyRecord, value: Value) -> GpuDevice | None:
-        """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
-        if not is_gpu_array(value) or record.is_sparse or not record.size or self.has_updater:
+    def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
+        """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
+        stored = [self.kept[key] for key in keys.keys]
+        if any(each.values.device is not call.device for each in stored):
             return None
-        if self.rule is not None and not can_fuse(self.rule):
-            return None
-        stored = self.values[record.key]
-        gpu: GpuDevice = value.device if devices.is_on_host(stored) else stored.device
-        return gpu
+        if call.parts and self.rule is not None:
+            are_new = any(each.values.steps[each.shard] < 0 for each in stored)
+            if are_new or len(call.parts) > 2 or not can_fuse(self.rule):  # kernels that are compiled take two parts
+                return None
+        return PlannedUpdate(self, keys, call)
 
-    def _update_on_gpus(self, sums: Sequence[Sum], scale: float) -> Iterator[Sum]:
-        ready: list[Sum] = []
-        items: list[WeightStep] = []
-        copied = 0
-        for record, value in sums:
-            gpu, given = self._gpu_for(record, value), cast(Any, value)
-            assert gpu is not None
-            try:
-                self._bring_to(gpu, record.key)
-                if given.device is not gpu or scale != 1:
-                    given = gpu.put(given)
-                    copied += given.nbytes
-                if scale != 1:
-                    gpu.scale(given, scale)
-                if self.rule is None:
-                    gpu.write(self.values[record.key], given)
-                else:
-                    items.append(self._item(self.rule, record, given))
-            except KVError as err:
-                yield from self._stepped(ready, items)
-                raise KVError(f"key {record.key!r}: {err}") from err
-            ready.append((record, value))
-            if copied >= COPIED_BYTES:
-                yield from self._stepped(ready, items)
-                ready, items, copied = [], [], 0
-        yield from self._stepped(ready, items)
-
-    def _item(self, rule: rules.Rule, record: KeyRecord, value: GpuArray) -> WeightStep:
-        """Return the step of a key on a GPU."""
-        assert self.spec is not None
-        flat = self.values[record.key].reshape(-1)
-        if record.key not in self.states:
-            self.states[record.key] = new_state(rule, flat)
-        return WeightStep(flat, [value.reshape(-1)], self.states[record.key], self.spec.knobs(record.key))
-
-    def _stepped(self, ready: Sequence[Sum], items: Sequence[WeightStep]) -> Sequence[Sum]:
-        """Return sums when the steps that they are for are made."""
-        if self.rule is not None:
-            try:
-                step_all(self.rule, items)
-            except KVError as err:
-                raise KVError(f"{named((record.key for record, _ in ready))}: {err}") from err
-        return ready
+    # What updates
 
     def prepare(self, gpu: GpuDevice, dtype: DType) -> None:
         """Have ready what updates of weights of this dtype need on a GPU, now and with later rules.
@@ -203,53 +307,24 @@ class Weights:
             KVError: a kernel does not compile, or the GPU has failed.
         """
         with self._preparing:
-            self._kernels.setdefault(gpu, set()).add(dtype)
-            if self.rule is not None:
-                self._compile(self.rule, gpu, {dtype})
+            self._kernels[gpu, dtype] = None
+            self._compile(self.rule, [(gpu, dtype)])
 
-    def _compile(self, rule: rules.Rule, gpu: GpuDevice, its: Iterable[DType]) -> None:
-        if not can_fuse(rule):
-            return
-        for dtype in its:
+    def _compile(self, rule: rules.Rule | None, wanted: Iterable[tuple[GpuDevice, DType]]) -> None:
+        for gpu, dtype in wanted:
+            if rule is None or not can_fuse(rule):
+                return
             try:
                 rule.check(dtype)
             except KVError:
                 continue  # The call that brings such a key refuses it.
             prepare(rule, [dtype], gpu)
 
-    def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
-        """Let a value and its state be on a GPU, if they are in host memory."""
-        value, state = self.values[key], self.states.get(key)
-        if devices.is_on_host(value):
-            moved = gpu.put(value), None if state is None else state_on(state, gpu)
-            self.values[key] = moved[0]
-            if moved[1] is not None:
-                self.states[key] = moved[1]
-
-    def _bring_back(self, key: Key) -> None:
-        """Let a value and its state be in host memory."""
-        if not devices.is_on_host(self.values[key]):
-            state, self.values[key] = self.state_on_host(key), self.on_host(key)
-            if state is not None:
-                self.states[key] = state
-
-    # What updates
-
-    def check(self, items: Iterable[tuple[Key, np.dtype[Any]]], rule: rules.Rule | None = None) -> None:
-        """Return if the rule (the present one, if none is given) takes values of these dtypes.
-
-        Raises:
-            KVError: it does not; the key is named.
-        """
-        chosen = rule or self.rule
-        if chosen is not None:
-            rules.check_keys(chosen, items)
-
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
             return
-        if not replace and (self.spec is not None or self.has_updater):
+        if not replace and self.rule is not None:
             there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
             raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
         self.install(spec, self.made(spec))
@@ -261,29 +336,11 @@ class Weights:
         spec = self.spec.changed(change)
         self.install(spec, self.made(spec))
 
-    def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
-        """Put a rule that was `made` in place of what is there; what state both know goes on.
-
-        Raises:
-            KVError: a GPU has failed; nothing was changed.
-        """
-        with self._preparing:
-            for gpu, its in self._kernels.items():
-                self._compile(rule, gpu, its)
-            carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
-            self.values.update((key, value) for key, (value, _) in carried.items())
-            self.states.update((key, state) for key, (_, state) in carried.items())
-            self.spec, self.rule, self._updater = spec, rule, None
-
-    def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> tuple[DeviceArray, rules.State]:
-        """Return a value, and the state that a rule in place of the present one goes on with; changes nothing."""
-        value = self.values[key]
-        if not devices.is_on_host(value):
-            begun = rule.new_state(np.zeros(1, value.dtype))
-            if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
-                return value, {name: state[name] for name in begun}
-            value, state = devices.on_host(value), state_on_host(state)
-        return value, rules.carry_state(rule, value.reshape(-1), state)
+    def set_updater(self, updater: Updater | None) -> None:
+        """Put a function, or nothing, in place of what is there."""
+        self.install(None, None)
+        if updater is not None:
+            self.install(None, rules.UpdaterRule(updater, {}))
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -293,34 +350,148 @@ class Weights:
         """
         # None: any module of the user's may be imported, as this is the user's own process.
         rule = rules.rule_of(spec, None)
-        self.check(((key, value.dtype) for key, value in self.values.items()), rule)
+        rules.check_keys(rule, ((key, each.record.dtype) for key, each in self.kept.items()))
         return rule
 
-    def set_updater(self, updater: Updater | None) -> None:
-        """Put a function, or nothing, in place of what is there."""
-        self._updater, self.rule, self.spec = updater, None, None
-        self.states.clear()
+    def install(self, spec: RuleSpec | None, rule: rules.Rule | None) -> None:
+        """Put a rule that was `made`, or nothing, in place of what is there; what state both rules know goes on.
+
+        Raises:
+            KVError: a GPU has failed; nothing was changed, but some values and states may be in host memory now.
+        """
+        with self._preparing:
+            self._compile(rule, self._kernels)
+            every = self._values.values() if rule is not None else ()
+            anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
+            on_gpus = [each for each in every if each.device.is_gpu]
+            if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
+                self._move(self._new(self._host), [each.record for each in self.kept.values()])
+            if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
+                self._calls = {}
+            # Where states begin anew a user's rule may raise: that is in host memory.
+            for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
+                values.set_rule(rule, spec or UPDATER)
+            self.spec, self.rule = spec, rule
+
+    # Saved states
+
+    def saved(self) -> list[statefile.Saved]:
+        """Return each value as the one shard that a server would have of it: views of weights and states."""
+        return [
+            statefile.Saved(number, 0, each.values.weight(each.shard), each.values.state_of(each.shard))
+            for number, each in enumerate(self.kept.values())
+        ]
+
+    def restore(self, staged: Sequence[statefile.Staged | None]) -> None:
+        """Put what was read for the `saved` shards in its place."""
+        for values in self._values.values():
+            values.staged = [None] * values.store.count
+        for each, read in zip(self.kept.values(), staged, strict=True):
+            each.values.staged[each.shard] = read
+        for values in self._values.values():
+            values.restore()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.values.clear()
-        self.set_updater(None)
+        self.kept, self._values, self._calls, self.spec, self.rule = {}, {}, {}, None, None
 
 
-def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:
-    # A copy: the user's function may change or keep what it receives, and that may be the pushed array.
-    received = value.to_dense() if isinstance(value, RowSparse) else value.copy()
-    if stored.dtype != dtypes.BFLOAT16:
-        updater(key, received, stored)
+class PlannedUpdate:
+    """An update of values on a GPU, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
+
+    A result without a rule is written by the sum's own kernel, to the store and to the outs.
+    """
+
+    def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
+        from distrun_runtime.arrays.cuda import Read, Write
+        from distrun_runtime.arrays.gpu import TensorColumn, counts_of
+
+        self._weights, self._layout, self._rule = weights, weights._calls, weights.rule
+        stored = [weights.kept[key] for key in keys.keys]
+        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
+        self._states: list[Any] = []
+        """Of each value, if a rule makes a step."""
+        self._updates = self._values.steps[self._shards]
+        """Of each value, before the next step."""
+        self._sums: list[Callable[[], None]] = []
+        self._steps: GpuSteps | None = None
+        self._copies: list[Callable[[], None]] = []
+        if call.parts and weights.rule is not None:
+            self._states = [self._values.state_of(each.shard) for each in stored]
+            knobs = map(self._values.knobs_of, self._shards.tolist())
+            items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
+            self._steps = GpuSteps(weights.rule, items, call.parts)
+
+        def sums(parts: list[TensorColumn], outs: list[TensorColumn]) -> Callable[[], None]:
+            launch = call.device.sum_lists(parts, outs, sizes, dtype)
+            return partial(launch.run, counts_of(len(parts), len(outs)))
+
+        for dtype in dict.fromkeys(keys.dtypes):
+            numbers = [number for number, each in enumerate(keys.dtypes) if each == dtype]
+            sizes = [keys.records[number].size for number in numbers]
+            its = [stored[number].array for number in numbers]
+            parts, outs = ([each.some(numbers) for each in columns] for columns in (call.parts, call.outs))
+            if parts and self._steps is None:
+                at_once = outs if call.are_apart else []
+                self._sums.append(sums(parts, [TensorColumn.of(Write, its), *at_once]))
+                outs = outs[len(at_once) :]
+            if outs:
+                self._copies.append(sums([TensorColumn.of(Read, its)], outs))
+
+    def is_valid(self) -> bool:
+        """Tell whether values and states are those of the plan, and what updates them is."""
+        if self._weights._calls is not self._layout or self._weights.rule is not self._rule:
+            return False
+        return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
+
+    def run(self) -> None:
+        """Launch all of it."""
+        for launch in self._sums:
+            launch()
+        if self._steps is not None:
+            try:
+                self._steps.make()
+                self._updates += 1
+            except BaseException:  # some may have been made
+                self._steps.count()
+                self._updates[:] = [state["updates"] for state in self._states]
+                raise
+            finally:
+                self._values.steps[self._shards] = self._updates
+        for launch in self._copies:
+            launch()
+
+
+def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
+    ends = np.cumsum(sizes)
+    is_long, chunk = sizes >= JOINED_ELEMENTS, (ends - sizes) // CHUNK
+    first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
+    joins = list(zip(first, [*first[1:], len(sizes)], strict=True))
+    return joins, tuple(np.add.reduceat(sizes, first).tolist())
+
+
+def _joined(sums: Sequence[Array], joins: Sequence[tuple[int, int]], scale: float) -> Iterator[Array]:
+    """Yield sums in host memory, flat, those of each run end to end; times a number, in their work dtype then."""
+    for first, last in joins:
+        flat = sums[first].reshape(-1)
+        if last > first + 1:
+            some = sums[first:last]
+            flat = np.concatenate(some if len({each.dtype for each in some}) == 1 else [*map(widen, some)], axis=None)
+        yield flat if scale == 1 else scaled(widen(flat), scale)
+
+
+def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
+    """Yield runs of sums that are on GPUs, the first and last of each among all: on this one, and times a number."""
+    if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
+        yield 0, len(sums), sums
         return
-    # numpy cannot calculate with bfloat16: the function gets float32, as it would on a server.
-    wide = dtypes.widen(stored)
-    updater(key, dtypes.widen(received), wide)
-    stored[...] = dtypes.narrow(wide, stored.dtype)
-
-
-def _scaled(value: Value, scale: float) -> Value:
-    """Return a multiple of a value as a new one of its dtype."""
-    if isinstance(value, RowSparse):
-        return RowSparse(_scaled(value.values, scale), value.rows, value.shape)
-    return dtypes.narrow(scaled(dtypes.widen(value), scale), value.dtype)
+    copied = [total // COPIED_BYTES for total in itertools.accumulate(each.nbytes for each in sums)]
+    for (_, dtype), its in itertools.groupby(range(len(sums)), lambda at: (copied[at], sums[at].dtype)):
+        numbers = list(its)
+        some = sums[numbers[0] : numbers[-1] + 1]
+        bucket = gpu.empty((sum(each.size for each in some),), work_dtype(dtype))
+        gpu.gather([[each] for each in some], bucket)
+        if scale != 1:
+            gpu.scale(bucket, scale)
+        yield numbers[0], numbers[-1] + 1, [bucket]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -279,12 +280,12 @@ def test_a_table_has_to_be_in_memory_before_the_kernel_reads_it(seed: int) -> No
     cuda.copy(bench.b, bench.part(1), BYTES, bench.one)
     addresses = np.array([bench.a.address, bench.b.address], np.uint64)
     cuda.copy(table, HostMemory(address_of(addresses), 16), 16, bench.one)
-    entries = (Read(bench.a, BYTES), Read(bench.b, BYTES))
-    cuda.launch(bench.loaded, "sum", [Table(table, entries), Write(out, BYTES), np.int32(2)], N, bench.one)
+    listed = Table(table, (Read, Read), (bench.a.address, bench.b.address), (BYTES, BYTES))
+    cuda.launch(bench.loaded, "sum", [listed, Write(out, BYTES), np.int32(2)], N, bench.one)
     bench.standin.finish()
     assert np.frombuffer(bench.standin.bytes_at(out), np.float32).tolist() == [3.0] * N
-    swapped = (entries[1], entries[0])
-    cuda.launch(bench.loaded, "sum", [Table(table, swapped), Write(out, BYTES), np.int32(2)], N, bench.one)
+    swapped = replace(listed, addresses=listed.addresses[::-1])
+    cuda.launch(bench.loaded, "sum", [swapped, Write(out, BYTES), np.int32(2)], N, bench.one)
     with pytest.raises(Mistake, match="table in memory"):
         bench.standin.finish()
 

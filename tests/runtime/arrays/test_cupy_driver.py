@@ -312,7 +312,7 @@ def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numb
     assert cupy.loaded == [b"KERNEL add() {}"]
     stream = Stream(1, 77)
     places = [Pointer(address, 1, 64) for address in (0x1000, 0x2000, 0x3000, 0x4000)]
-    arguments = [Read(places[0], 64), Write(places[1], 64), Update(places[2], 64), Table(places[3], ())]
+    arguments = [Read(places[0], 64), Write(places[1], 64), Update(places[2], 64), Table(places[3], (), (), ())]
     cuda.launch(loaded, "add", [*arguments, np.float32(0.5)], 1025, stream)
     name, grid, block, values, shared, handle = cupy.launches[0]
     assert (name, grid, block, shared) == ("add", (2,), (256,), 0)

@@ -130,7 +130,7 @@ def test_a_copy_that_holds_up_its_thread_holds_up_no_other(it: Bench, is_out: bo
     )
     it.device.scale(other, 2.0)
     order = it.machine.gpus.order
-    order.finish(order.mark(it.device._work))
+    order.finish(order.mark(it.device.work))
     order.finish(order.mark(queue))  # the copy does not count yet: it comes behind this mark
     assert not copied.done()
     it.driver.go_on.set()

@@ -209,7 +209,7 @@ machine = Machine(1, driver=lambda standin: made.append(Slow(standin)) or made[0
 driver, device = made[0], machine.gpus.get(0)
 array = device.put(np.ones(4, np.float32))
 device.synchronize()
-driver.slow.update(queue.stream.handle for queue in (device._work, device._outward))
+driver.slow.update(queue.stream.handle for queue in (device.work, device._outward))
 threading.Thread(target=device.host, args=(array,), daemon=True).start()
 assert driver.sleeping.wait(60)
 calls = machine.standin.calls.copy()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distrun_runtime.arrays import dtypes, gpu_programs
 from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
-from distrun_runtime.arrays.gpu_programs import FEW, SUMS, Access, Kernel, KernelParameter, program
+from distrun_runtime.arrays.gpu_programs import ALONE, FEW, SUMS, Access, Kernel, KernelParameter, program
 
 Array = npt.NDArray[Any]
 
@@ -101,9 +101,11 @@ def check_sum(
     parts = [placed(numbers(dtype, n, seed + p), offsets[p % len(offsets)]) for p in range(k)]
     out = Out(result, n, offsets[-1])
     run = cxx.compiled(gpu_programs.sums(*pair))
-    if tabled or k > FEW:
-        addresses = table(parts)
-        run("sum_many", [address(addresses), address(out.array), np.int64(k)], n)
+    if tabled or k > ALONE:
+        addresses, ends = table([*parts, out.array]), np.array([0, n], np.int64)
+        name = "sum_lists_many" if tabled else gpu_programs.sum_lists_of(k)
+        counts = (k, 1, 1) if name == "sum_lists_many" else (1, 1)
+        run(name, [address(addresses), address(ends), *map(np.int64, counts)], n)
     else:
         run(gpu_programs.sum_of(k), [*map(address, parts), address(out.array)], n)
     out.check()
@@ -137,10 +139,10 @@ def test_sums_have_the_bytes_of_numpys_at_any_addresses(
 
 
 def test_a_sum_may_be_written_over_one_of_its_parts() -> None:
-    for n, over in ((1000, 0), (1001, 2)):
-        parts = [placed(numbers(np.dtype(np.float32), n, p), 0) for p in range(3)]
+    for n, over in ((1000, 0), (1001, 1)):
+        parts = [placed(numbers(np.dtype(np.float32), n, p), 0) for p in range(2)]
         expected = by_numpy(parts, np.dtype(np.float32))
-        cxx.compiled(gpu_programs.sums("f32", "f32"))("sum3", [*map(address, parts), address(parts[over])], n)
+        cxx.compiled(gpu_programs.sums("f32", "f32"))("sum2", [*map(address, parts), address(parts[over])], n)
         assert_same(parts[over], expected)
 
 
@@ -148,9 +150,9 @@ def test_signed_integers_are_summed_as_unsigned_ones_and_wrap_around() -> None:
     for name in ("int8", "uint8"):
         dtype = np.dtype(name)
         assert gpu_programs.kind_of(dtype) == "u8"
-        parts = [numbers(dtype, 300, p) for p in range(3)]
+        parts = [numbers(dtype, 300, p) for p in range(2)]
         out = np.empty(300, dtype)
-        cxx.compiled(gpu_programs.sums("u8", "u8"))("sum3", [*map(address, parts), address(out)], 300)
+        cxx.compiled(gpu_programs.sums("u8", "u8"))("sum2", [*map(address, parts), address(out)], 300)
         assert_same(out, by_numpy(parts, dtype))
 
 
@@ -179,27 +181,25 @@ LISTS = [[7], [0, 1, 0, 0, 3, 0], [64, 1, 4096, 5000, 0, 12, 3], [1] * 50, [4096
 
 
 @pytest.mark.parametrize(("parts", "out"), PAIRS)
-def test_lists_of_tensors_are_summed_into_a_bucket_and_a_bucket_is_written_into_tensors(parts: str, out: str) -> None:
+def test_lists_of_tensors_are_summed_and_each_sum_goes_to_all_its_outs(parts: str, out: str) -> None:
     run = cxx.compiled(gpu_programs.sums(parts, out))
     for case, lengths in enumerate(LISTS):
-        k = (1, 3, FEW + 2, 2, FEW)[case]
+        k, outs = (1, 3, FEW + 2, 2, FEW)[case], (1, 2, 1, 3, 2)[case]
         n, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         given = [
             [placed(numbers(dtype_of(parts), size, p), (p + t) % 3) for t, size in enumerate(lengths)] for p in range(k)
         ]
-        bucket, addresses = Out(dtype_of(out), n, case), table([tensor for part in given for tensor in part])
-        numbers_of = [np.int64(k)] if k > FEW else []
-        arguments = [address(addresses), address(offsets), address(bucket.array), *numbers_of, np.int64(len(lengths))]
-        run(gpu_programs.gather_of(k), arguments, n)
-        bucket.check()
-        assert_same(bucket.array, by_numpy([np.concatenate(part) for part in given], dtype_of(out)))
-        if parts == out:
-            tensors = [Out(dtype_of(out), size, t % 3) for t, size in enumerate(lengths)]
-            addresses = table([tensor.array for tensor in tensors])
-            run("scatter", [address(bucket.array), address(offsets), address(addresses), np.int64(len(lengths))], n)
-            for tensor in tensors:
-                tensor.check()
-            assert_same(np.concatenate([tensor.array for tensor in tensors]), bucket.array)
+        taken = [[Out(dtype_of(out), size, (t + o) % 3) for t, size in enumerate(lengths)] for o in range(outs)]
+        addresses = table(
+            [*(tensor for part in given for tensor in part), *(each.array for some in taken for each in some)]
+        )
+        numbers_of = [np.int64(each) for each in (*([k] if k > FEW else []), outs, len(lengths))]
+        run(gpu_programs.sum_lists_of(k), [address(addresses), address(offsets), *numbers_of], n)
+        for some in taken:
+            for each in some:
+                each.check()
+            expected = by_numpy([np.concatenate(part) for part in given], dtype_of(out))
+            assert_same(np.concatenate([each.array for each in some]), expected)
 
 
 @pytest.mark.parametrize(("kind", "other"), [pair for pair in PAIRS if pair.values[0] == pair.values[1]])

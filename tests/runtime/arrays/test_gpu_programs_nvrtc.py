@@ -8,7 +8,7 @@ import nvrtc
 import pytest
 
 from distrun_runtime.arrays import gpu_programs
-from distrun_runtime.arrays.gpu_programs import FEW, SUMS, Access, Kernel, KernelParameter, program
+from distrun_runtime.arrays.gpu_programs import ALONE, SUMS, Access, Kernel, KernelParameter, program
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
@@ -31,9 +31,15 @@ def test_sums_compile_and_move_16_bytes_at_once_without_contracted_arithmetic(
     assert set(found) == {kernel.name for kernel in compiled.kernels}
     for name, text in found.items():
         if name != "sum_mixed":
-            assert "ld.global.v4.u32" in text, name
+            assert "ld.global.v%d.u32" % (2 if is_widening(*pair) else 4) in text, name
             assert "st.global.v4.u32" in text, name
+        if name == "sum1":  # a thread's neighbour writes the next 16 bytes: `sum_into`
+            assert text.count("st.global.v4.u32") == 1
     check_arithmetic(assembly)
+
+
+def is_widening(parts: str, out: str) -> bool:
+    return int(parts.lstrip("ufb")) < int(out.lstrip("ufb"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -44,8 +50,10 @@ def test_codecs_compile_and_move_16_bytes_at_once_without_contracted_arithmetic(
     assert code.startswith(b"\x7fELF")
     assert set(found) == {kernel.name for kernel in compiled.kernels}
     for name, text in found.items():
-        if "encode" in name or "finite" in name or name == "half_decode":
+        if "encode" in name or "finite" in name:
             assert "ld.global.v4.u32" in text, name
+        if name.endswith("_decode") and name != "top_decode":
+            assert text.count("st.global.v4.u32") == 1, name
         if "encode_keeping" in name or name.endswith("bit_decode"):
             assert "st.global.v4.u32" in text, name
     check_arithmetic(assembly)
@@ -72,7 +80,7 @@ def test_the_options_keep_subnormal_numbers_and_round_each_operation() -> None:
 
 def test_an_array_of_more_elements_than_32_bits_count_is_indexed_with_64() -> None:
     _, assembly = nvrtc.compile(gpu_programs.sums("f32", "f32"), 80)
-    for k in (1, FEW):
+    for k in (1, ALONE):
         text = nvrtc.functions(assembly)[gpu_programs.sum_of(k)]
         assert ".param .u64 sum%d_param_%d" % (k, k + 1) in text
         assert not re.search(r"ld\.param\.[us]32", text)

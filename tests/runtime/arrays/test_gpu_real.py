@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from gpuhistories import EACH_HISTORY
 from gpukit import Machine, values
-from kernelcheck import same
+from kernelcheck import arguments, same
 from realgpus import ON_BOTH, ON_REAL
+from sums import total as total_of
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes
@@ -97,12 +98,12 @@ def test_sums_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, dtype: str) ->
     for count in (1, 2, 5, 9):
         parts = [values((length,), kind, seed) for seed in range(count)]
         mine = [device.put(part) for part in parts]
-        assert device.host(device.total(mine)).tobytes() == CpuDevice().total(parts).tobytes()
+        assert device.host(total_of(device, mine)).tobytes() == total_of(CpuDevice(), parts).tobytes()
         # At addresses that 16 does not divide.
         odd = [part[1:] for part in parts]
         out = device.empty((length,), kind)
         device.sum([each[1:] for each in mine], out[: length - 1])
-        assert device.host(out[: length - 1]).tobytes() == CpuDevice().total(odd).tobytes()
+        assert device.host(out[: length - 1]).tobytes() == total_of(CpuDevice(), odd).tobytes()
 
 
 @ON_BOTH
@@ -112,9 +113,9 @@ def test_sums_of_several_devices_have_the_bytes_of_the_cpus(gpus: Gpus, length: 
     devices = [gpus.get(0, 0), gpus.get(0, 1), gpus.get(0)]
     parts = [values((length,), kind, seed) for seed in range(4)]
     given = [device.put(part) for device, part in zip(devices, parts[:3], strict=True)]
-    expected = CpuDevice().total(parts).tobytes()
+    expected = total_of(CpuDevice(), parts).tobytes()
     for device in devices:
-        assert device.host(device.total([*given, parts[3]])).tobytes() == expected
+        assert device.host(total_of(device, [*given, parts[3]])).tobytes() == expected
 
 
 @ON_REAL
@@ -172,8 +173,8 @@ def launch(device: GpuDevice, step: fuse.FusedStep, arrays: dict[str, GpuArray],
     used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
     reads = [arrays[each.name] for each in used if each.access is not Access.WRITE]
     writes = [arrays[each.name] for each in used if each.access is not Access.READ]
-    arguments = step.arguments({name: each.pointer for name, each in arrays.items()}, length)
-    device.launch(step.program, step.kernel.name, arguments, length, reads=reads, writes=writes)
+    given = arguments(step, {name: each.pointer for name, each in arrays.items()})
+    device.launch(step.program, step.kernel.name, given, length, reads=reads, writes=writes)
 
 
 # Codecs

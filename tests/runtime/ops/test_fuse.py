@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import nvrtc
 import pytest
-from kernelcheck import FLOATS, launch, placed, same, values
+from kernelcheck import FLOATS, arguments, launch, placed, same, values
 
 from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer
 from distrun_runtime.arrays.device import CpuDevice
@@ -290,7 +290,7 @@ def test_a_device_steps_a_run_of_a_weight_as_the_cpu_does() -> None:
             for size in [pointer.nbytes // 100]
         }
         step = made.step(rule.rates(state, rules.PLAIN))
-        cuda.launch(loaded, step.kernel.name, step.arguments(runs, end - begin), end - begin, stream)
+        cuda.launch(loaded, step.kernel.name, arguments(step, runs), end - begin, stream)
         update.step(rule, expected, [part[begin:end] for part in parts], counted, rules.PLAIN, device=CpuDevice())
     driver.finish()
     weight[begin:end] = expected

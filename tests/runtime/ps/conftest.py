@@ -34,11 +34,11 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
         alternate(request.node.nodeid, monkeypatch.setattr)
     monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
     if request.param in ("inproc", "tcp"):
-        alternate(monkeypatch)
+        know_every_second(monkeypatch)
     return partial(Cluster, over=PATHS[request.param])
 
 
-def alternate(patch: pytest.MonkeyPatch) -> None:
+def know_every_second(patch: pytest.MonkeyPatch) -> None:
     """Have servers know only every second of the messages that they know by their bytes."""
     take, number = Steady.take, itertools.count()
 

@@ -366,15 +366,20 @@ def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
         rows.values.move(gpu)
 
 
-def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(machine: Machine) -> None:
+def test_kernels_are_compiled_before_the_first_round_but_codecs_with_the_first_encoded_message(
+    machine: Machine,
+) -> None:
     side = Side("gpu:0")
     side.set_rule("rmsprop", wd=0.1)
     loaded = machine.standin.calls["load"]
     for number in (1, 2):
         side.do(role.Add(1, number, side.batch(number, number)))
         side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
+    assert machine.standin.calls["load"] == loaded
     how = How(2, compression.numbered(2).check({}), 0.5)
     side.do(role.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
+    assert machine.standin.calls["load"] > loaded
+    loaded = machine.standin.calls["load"]
     assert len(side.pulled(2, **how.params)) == len(SIZES)
     scaled = How(0, {}, 0.5)
     for number, (first, last) in enumerate([(scaled, PLAIN), (PLAIN, scaled), (scaled, scaled)], 4):

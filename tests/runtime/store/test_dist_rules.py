@@ -41,7 +41,7 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
 
 def halve(key: Any, received: Any, stored: Any) -> None:
     """An updater as a user would write one."""
-    assert key in ("w", "v", 3)
+    assert key in ("w", "v", "e", 3)
     stored *= 0.5
     stored += received
 
@@ -74,6 +74,28 @@ def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_ca
         assert np.allclose(pulled(kv, "w"), -2.1)
 
     run_job(script, bigarray_bound=BOUND)
+
+
+@pytest.mark.parametrize("type_name", ["local", "dist_sync", "dist_async"])
+def test_a_momentum_that_is_set_while_running_counts_from_then_on(type_name: str) -> None:
+    """On servers it had no effect on weights that had been updated without one."""
+
+    def script(kv: KVStore) -> None:
+        kv.init(["w", "v"], [full(0), full(0, WIDE)])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.push("w", full(1))
+        assert (pulled(kv, "w") == -1).all()
+        kv.set_optimizer_params(momentum=0.5)
+        for expected in (-2, -3.5, -5.25):
+            kv.push(["w", "v"], [full(1), full(1, WIDE)])
+            assert (pulled(kv, "w") == expected).all()
+        assert (pulled(kv, "v", WIDE) == -4.25).all()
+
+    if type_name == "local":
+        with kvstore.create("local") as kv:
+            script(kv)
+    else:
+        run_job(script, 1, 1, type_name=type_name)
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
@@ -346,6 +368,52 @@ def test_a_rule_gives_the_same_weights_whatever_the_number_of_servers_and_in_a_l
         with Cluster(2, servers, over="inproc", bigarray_bound=BOUND) as job:
             for found in job.run(lambda kv: train(kv, [kv.rank])):
                 assert np.array_equal(found, expected), servers
+
+
+SIXTEEN: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sgd": {"lr": 0.1},
+    "sgd momentum": {"lr": 0.1, "momentum": 0.9, "wd": 0.01},
+    "sgd masters": {"lr": 0.001, "momentum": 0.9, "multi_precision": True},
+    "adam": {"lr": 0.1},
+    "lamb": {"lr": 0.1},
+    "updater": {},
+    "rules_of_users:Sign": {"lr": 0.1},
+}
+
+
+@pytest.mark.parametrize(("count", "scale"), [(2, 1.0), (1, 0.3)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("what", SIXTEEN)
+def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
+    what: str, dtype: str, count: int, scale: float
+) -> None:
+    """Sum, scale and rule are float32 until the weight is written. `count` workers, or devices."""
+    kind = dtypes.parse(dtype)
+    random = np.random.default_rng(11)
+    first = dtypes.narrow(random.normal(size=1000).astype(np.float32), kind)
+    grads = [dtypes.narrow(random.normal(size=(2, 1000)).astype(np.float32), kind) for _ in range(3)]
+    rows = [[np.unique(random.integers(0, 100, 30)) for _ in range(2)] for _ in range(3)]
+
+    def train(kv: KVStore, parts: list[int]) -> list[bytes]:
+        kv.init(["w", "v", "e"], [first, first[:1], RowSparse.from_dense(first.reshape(100, 10))])
+        if what == "updater":
+            kv.set_updater(halve)
+        elif what != "none":
+            kv.set_optimizer(what.split(maxsplit=1)[0], **SIXTEEN[what])
+        for grad, some in zip(grads, rows, strict=True):
+            kv.push(["w", "v"], [[grad[part] for part in parts], [grad[part][:1] for part in parts]], scale=scale)
+            tables = [(grad[part].reshape(100, 10), some[part]) for part in parts]
+            kv.push("e", [RowSparse(table[its], its, table.shape) for table, its in tables], scale=scale)
+        outs = [np.empty_like(first), np.empty_like(first[:1]), np.empty_like(first).reshape(100, 10)]
+        kv.pull(["w", "v", "e"], outs)
+        return [out.tobytes() for out in outs]
+
+    with Cluster(count, 1, over="inproc", imports=(HERE, "rules_of_users")) as job:
+        expected = job.run(lambda kv: train(kv, [kv.rank]))[0]
+    for type_name in ("local", "device"):
+        with kvstore.create(type_name) as kv:
+            assert train(kv, [*range(count)]) == expected, type_name
 
 
 def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cluster import Cluster
 from gpukit import values
 from realgpus import ON_BOTH
+from sums import total as total_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import device as devices
@@ -111,8 +112,8 @@ def test_a_store_of_a_job_takes_and_fills_arrays_on_the_gpu(kind_of_gpu: str, li
     with Cluster(server_device=ASKED[device]) as cluster:
         cluster.run(script, store)
     for key in range(len(shapes)):
-        doubled = [CpuDevice().total([given[rank][key]] * 2) for rank in range(2)]
-        expected = {CpuDevice().total(order).tobytes() for order in (doubled, doubled[::-1])}
+        doubled = [total_of(CpuDevice(), [given[rank][key]] * 2) for rank in range(2)]
+        expected = {total_of(CpuDevice(), order).tobytes() for order in (doubled, doubled[::-1])}
         for rank in range(2):
             for out in found[rank][2 * key : 2 * key + 2]:
                 assert out.tobytes() in expected

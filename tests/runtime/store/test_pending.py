@@ -35,6 +35,20 @@ def test_a_cause_that_many_calls_fail_of_is_told_once() -> None:
     assert vars(caught.value)["__notes__"] == ["and also: push of key 7: no such piece"]
 
 
+def test_a_cause_that_a_call_was_waited_for_and_told_is_not_told_again_of_the_pushes_before_it() -> None:
+    """A worker caught the loss of a peer at a pull, went on, and ended with 1 for the push before that pull."""
+    late = Late()
+    pull = CompletedCall("pull of key 7", PeerLost("pull of key 7: worker-2 is lost"))
+    CompletedCall("push of key 7", PeerLost("push of key 7: worker-2 is lost"), late)
+    CompletedCall("push of key 8", KVError("push of key 8: no such piece"), late)
+    with pytest.raises(PeerLost, match="pull of key 7"), late.told(pull):
+        pull.wait()
+    with pytest.raises(KVError, match="no such piece") as caught:
+        late.raise_first()
+    assert not hasattr(caught.value, "__notes__")
+    late.raise_first()
+
+
 def test_an_error_is_not_raised_elsewhere_while_somebody_waits_for_it() -> None:
     late = Late()
     failing = BackgroundCall("init", _fail, late)

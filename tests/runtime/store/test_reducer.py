@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,32 +11,41 @@ from hypothesis import strategies as st
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Threads
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.store.keys import KeyRecord
-from distrun_runtime.store.reducer import DeviceReducer, Reducer, place, reducer_for
+from distrun_runtime.store.reducer import DeviceReducer, Reducer, SumDevices, reducer_for
+
+
+def placed(sums: SumDevices, sizes: dict[Any, int], devices: list[int]) -> dict[Any, int]:
+    """Return the device of each key, of which all devices have values."""
+    records = [KeyRecord.of(key, 0, np.empty(size)) for key, size in sizes.items()]
+    return dict(zip(sizes, sums.choose(records, [devices] * len(sizes)), strict=True))
 
 
 def test_the_largest_keys_are_placed_first_each_where_the_fewest_elements_are() -> None:
-    assert place({"a": 10, "b": 30, "c": 20, "d": 25}, 2) == {"b": 0, "d": 1, "c": 1, "a": 0}
-    assert place({1: 5, 2: 5, 3: 5, 4: 5, 5: 5}, 4) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 0}
-    assert place({"a": 1}, 4) == {"a": 0}
-    assert place({}, 4) == {}
+    assert placed(SumDevices(), {"a": 10, "b": 30, "c": 20, "d": 25}, [0, 1]) == {"b": 0, "d": 1, "c": 1, "a": 0}
+    assert placed(SumDevices(), {1: 5, 2: 5, 3: 5, 4: 5, 5: 5}, [0, 1, 2, 3]) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 0}
+    assert placed(SumDevices(), {"a": 1}, [0, 1, 2, 3]) == {"a": 0}
+    assert placed(SumDevices(), {}, [0]) == {}
 
 
-def test_keys_that_are_placed_stay_when_others_come() -> None:
-    before = place({"a": 10, "b": 4}, 2)
-    assert place({"a": 10, "b": 4, "c": 100, "d": 1}, 2, before) == {"a": 0, "b": 1, "c": 1, "d": 0}
+def test_keys_that_are_placed_stay_when_others_and_other_devices_come() -> None:
+    sums = SumDevices()
+    assert placed(sums, {"a": 10, "b": 4}, [0, 1]) == {"a": 0, "b": 1}
+    assert placed(sums, {"a": 10, "b": 4, "c": 100, "d": 1}, [0, 1]) == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert placed(sums, {"a": 10, "e": 5}, [0, 1, 2]) == {"a": 0, "e": 2}
+    assert placed(sums, {"a": 10, "f": 5}, [1, 2]) == {"a": 2, "f": 2}
+    assert placed(sums, {"a": 10}, [0]) == {"a": 0}
+    assert placed(sums, {"a": 10}, []) == {"a": None}
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
 def test_no_device_has_more_than_another_by_more_than_its_last_key(sizes: list[int], devices: int) -> None:
-    by_key: dict[int | str, int] = dict(enumerate(sizes))
-    places = place(by_key, devices)
+    by_key = dict(enumerate(sizes))
+    places = placed(SumDevices(), by_key, [*range(devices)])
     load = [sum(size for key, size in by_key.items() if places[key] == device) for device in range(devices)]
-    assert set(places) == set(by_key)
     for device in range(devices):
         mine = [by_key[key] for key in by_key if places[key] == device]
         if mine:
@@ -86,21 +97,6 @@ def test_rows_of_devices_are_summed_into_each_row_once(monkeypatch: pytest.Monke
         assert (first.rows.tolist(), second.rows.tolist()) == ([3, 1], [3, 3])
 
 
-def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
-    reducer = DeviceReducer(Threads())
-    values = {name: np.ones(size) for name, size in (("a", 8), ("b", 6), ("c", 4), ("d", 2))}
-    records = [KeyRecord.of(name, n, value) for n, (name, value) in enumerate(values.items())]
-    reducer.know(records)
-    reducer.reduce([(record, [values[str(record.key)]] * 2) for record in records])
-    assert reducer.cpus.places == {"a": 0, "b": 1, "c": 1, "d": 0}
-    late = KeyRecord.of("e", 4, np.ones(30))
-    reducer.know([late])
-    reducer.reduce([(late, [np.ones(30)] * 2)])
-    assert reducer.cpus.places["e"] == 0
-    reducer.reduce([(records[0], [values["a"]] * 4)])  # two devices more: all are placed again
-    assert reducer.cpus.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
-
-
 def compressing(*keys: str, size: int) -> KVStore:
     kv = kvstore.create("device")
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0})
@@ -139,7 +135,7 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
     monkeypatch.setenv("MXNET_KVSTORE_BIGARRAY_BOUND", "77")
     kinds = {name: reducer_for(name) for name in ("local", "dist_sync", "device", "dist_device_sync")}
     assert [type(reducer) for reducer in kinds.values()] == [Reducer, Reducer, DeviceReducer, DeviceReducer]
-    threads = kinds["local"]._threads
+    threads = kinds["local"].host._threads
     assert (threads.count, threads.bound) == (3, 77)
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
-    assert [getattr(kinds[name], "compressor", None) is None for name in kinds] == [True, True, False, True]
+    assert [kinds[name]._is_shared for name in kinds] == [False, True, False, True]

@@ -20,7 +20,7 @@ from realgpus import ON_REAL
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
-from distrun_runtime.arrays.gpu import GpuDevice
+from distrun_runtime.arrays.gpu import ListLaunch
 from distrun_runtime.arrays.gpu_devices import Borrowing
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
@@ -460,16 +460,16 @@ def test_weights_and_states_agree_after_a_step_that_another_parameter_fails(
     params[1].lr_mult = 2.0
     for each in tensors:
         each.backward(np.ones(6))
-    launch, launched = GpuDevice.launch, []
+    run, launched = ListLaunch.run, []
 
-    def fails(self: GpuDevice, program: Any, kernel: str, *args: Any, **options: Any) -> None:
-        if kernel.startswith("sgd"):
-            launched.append(kernel)
+    def fails(self: ListLaunch, *args: Any) -> None:
+        if self._kernel.startswith("sgd"):
+            launched.append(self._kernel)
             if len(launched) == 2:
                 raise KVError("no more launches")
-        launch(self, program, kernel, *args, **options)
+        run(self, *args)
 
-    monkeypatch.setattr(GpuDevice, "launch", fails)
+    monkeypatch.setattr(ListLaunch, "run", fails)
     before = [each._version for each in tensors]
     with pytest.raises(KVError, match="parameters 'good', 'bad': no more launches"):
         trainer.step(scale)

@@ -20,7 +20,9 @@ from distrun_runtime.ops.optimizers.base import (
 )
 from distrun_runtime.ops.optimizers.catalog import (
     RULES,
+    UPDATER,
     RuleSpec,
+    UpdaterRule,
     advice,
     carry_state,
     change_of,
@@ -45,6 +47,7 @@ __all__ = [
     "RESCALE",
     "RULES",
     "SCHEDULE",
+    "UPDATER",
     "Array",
     "Key",
     "Knobs",
@@ -55,6 +58,7 @@ __all__ = [
     "Rule",
     "RuleSpec",
     "State",
+    "UpdaterRule",
     "advice",
     "carry_state",
     "change_of",

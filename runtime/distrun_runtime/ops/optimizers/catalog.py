@@ -384,7 +384,7 @@ def _make_custom(name: str, params: Mapping[str, object], imports: Sequence[str]
     """
     given = _complete_custom(name, params)
     if name == UPDATER:
-        return _Updater(_load(UPDATER, cast(str, given["function"]), imports), given)
+        return UpdaterRule(_load(UPDATER, cast(str, given["function"]), imports), given)
     found = _load("rule", name, imports)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise KVError(f"rule {name!r}: not a class derived from distrun_runtime.ops.optimizers.Rule")
@@ -396,7 +396,7 @@ def _make_custom(name: str, params: Mapping[str, object], imports: Sequence[str]
     return rule
 
 
-class _Updater(Rule):
+class UpdaterRule(Rule):
     """Calls `function(key, received, stored)`, which changes `stored` in place.
 
     `stored` is the value, or on a server a flat slice of it, in its own dtype (float32 for bfloat16); `received` is
@@ -416,7 +416,6 @@ class _Updater(Rule):
 
     def step(self, weight: Array, grad: Array, state: State, knobs: Knobs = PLAIN, rows: Array | None = None) -> None:
         """Call the function once."""
-        self.rates(state, knobs)
         received = grad if rows is None else spread(weight, grad, rows)
         dtype = dtypes.work_dtype(weight.dtype) if weight.dtype == dtypes.BFLOAT16 else weight.dtype
         received = np.array(dtypes.narrow(dtypes.widen(received), dtype))

@@ -1,0 +1,294 @@
+"""Calls of a store on arrays of torch or cupy in the memory of one GPU, each planned once.
+
+In training the same tensors come again with every step. What follows from their shapes, dtypes and device (a layout),
+and from their addresses (a plan: tables on the GPU, and what is launched), is kept by the store. A call that comes
+again reads what it was given by a few passes in C over the whole list, compares that with the plan's, and launches:
+
+    plans.call(keys, given, outs, work)      True: it is done, as far as the GPU has been given all of it
+                                             False: it has no plan; look at the arrays one by one
+
+Whatever is unusual has no plan: other libraries, host memory, several GPUs, arrays that are not contiguous, outputs
+that share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
+
+The order with the program's work is that of `gpu_devices`: ours comes after what is queued on the library's current
+stream and before what will be. One list keeps the program's arrays until our work on them is over.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise, repeat
+from typing import Any, NamedTuple, Protocol
+
+from distrun_runtime.arrays import foreign
+from distrun_runtime.arrays.cuda import Read, Use, Write
+from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.arrays.gpu import GpuDevice, TensorColumn
+from distrun_runtime.arrays.gpu_devices import Gpus
+from distrun_runtime.errors import KVError
+
+PLANS = 64
+"""So many a store keeps; of more the least recently used goes."""
+_REFUSALS = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
+"""What an array raises that does not tell where it is."""
+
+Reader = Callable[[Any], Any]
+
+
+class KeyShapes(Protocol):
+    """The keys of a call, the same object whenever they come again."""
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of each key's value."""
+
+    @property
+    def dtypes(self) -> Sequence[DType]:
+        """Likewise."""
+
+
+class PlannedWork(Protocol):
+    """What a store does in a call, planned."""
+
+    def is_valid(self) -> bool:
+        """Tell whether the store's arrays are still those of the plan."""
+
+    def run(self) -> None:
+        """Launch it, by the device's queue `work`, which waits for the program's streams and they for it."""
+
+
+class CallArrays(NamedTuple):
+    """The arrays of a call, all on one device. Of several of each key each is a column."""
+
+    device: GpuDevice
+    parts: Sequence[TensorColumn]
+    """To be read: none of a pull."""
+    outs: Sequence[TensorColumn]
+    """To be written: none of a push."""
+    are_apart: bool
+    """No out shares memory with a part."""
+
+
+Planned = Callable[[Any, CallArrays], "PlannedWork | None"]
+"""Makes the work for a call of these keys; None: there is no plan for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Library:
+    """How arrays of one library are read, each by a function that `map` calls."""
+
+    name: str
+    address: Reader
+    shape: Reader
+    dtype: Reader
+    device: Reader
+    is_contiguous: Reader
+    is_negative: Reader
+    """Whether the numbers are the negatives of those in the memory."""
+
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def _library(kind: type) -> _Library | None:
+    """Return how arrays of a class are read, which raises TypeError for others; None: that is not known."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and issubclass(kind, torch.Tensor) and torch.version.hip is None:
+        # A parameter is a tensor with a class of its own: lists may have both. A function of the class is called twice
+        # as fast as one that is looked up for each tensor.
+        plain: Any = torch.Tensor if kind.__module__.startswith("torch.") else kind
+        return _Library("torch", plain.data_ptr, _SHAPE, _DTYPE, plain.get_device, plain.is_contiguous, plain.is_neg)
+    if cupy is not None and kind is cupy.ndarray and not cupy.cuda.runtime.is_hip:
+        address, device, order = map(operator.attrgetter, ("data.ptr", "device.id", "flags.c_contiguous"))
+        return _Library("cupy", address, _SHAPE, _DTYPE, device, order, lambda _: False)
+    return None
+
+
+class _Given(NamedTuple):
+    """What a call was given for a list of keys."""
+
+    arrays: Sequence[Any]
+    """Key after key."""
+    of_each: int
+    """Arrays of each key."""
+    library: _Library
+    addresses: tuple[int, ...]
+
+
+class _GivenLayout(NamedTuple):
+    """What arrays have to be like to fit a list of keys."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[Any]
+    """The library's."""
+    kinds: set[Any]
+    """Those, each once."""
+    device: int
+    singles: list[int]
+    """Numbers of the arrays of one element. Only these can be contiguous and show other numbers than their memory has:
+    torch negates lazily what is every second element of an array of complex numbers."""
+
+    def fits(self, given: _Given) -> bool:
+        """Tell whether the arrays are so."""
+        arrays, library = given.arrays, given.library
+        return (
+            list(map(library.shape, arrays)) == self.shapes
+            and (
+                set(map(library.dtype, arrays)) == self.kinds
+                if len(self.kinds) == 1
+                else list(map(library.dtype, arrays)) == self.dtypes
+            )
+            and set(map(library.device, arrays)) == {self.device}
+            and all(map(library.is_contiguous, arrays))
+            and not (self.singles and any(library.is_negative(arrays[number]) for number in self.singles))
+        )
+
+
+@dataclass(eq=False)
+class _KeptPlan:
+    layouts: Sequence[_GivenLayout]
+    device: GpuDevice
+    work: PlannedWork
+    used: int = 0
+    """In which call it was used last: that is quicker than to keep the plans in this order."""
+
+
+class Plans:
+    """The plans of one store. Threads: one at a time."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._order, self._borrowing = gpus.order, gpus.borrowing
+        self._libraries: dict[type, _Library | None] = {}
+        self._plans: dict[Hashable, _KeptPlan] = {}
+        self._calls = 0
+
+    def call(self, keys: KeyShapes, given: Sequence[Any] | None, outs: Sequence[Any] | None, planned: Planned) -> bool:
+        """Make a call, if it has a plan or can have one; tell whether it was made.
+
+        Arguments:
+            given: for each key an array, or a list of arrays, to be read.
+            outs: likewise, to be written.
+            planned: makes the work of a new plan.
+
+        Raises:
+            KVError: a GPU has failed.
+        """
+        try:
+            read = [each for each in (given, outs) if each is not None]
+            found = [each for each in map(self._given, read) if each is not None]
+            if len(found) < len(read):
+                return False
+            name = (keys, given is None, *[each.addresses for each in found])
+            plan = self._plans.get(name)
+            if plan is not None:
+                layouts = plan.layouts
+                if not all(map(_GivenLayout.fits, layouts, found)):
+                    return False
+            else:
+                layouts = [each for each in map(_layout_of, repeat(keys), found) if each is not None]
+                if len(layouts) < len(found):
+                    return False
+        except _REFUSALS:
+            return False
+        try:
+            if plan is None or not plan.work.is_valid():
+                plan = self._planned(keys, layouts, found, given is not None, planned)
+                self._keep(name, plan)
+            stream = None if plan is None else foreign.current_stream(found[0].library.name, plan.device.physical)
+        except KVError:  # it captures a CUDA graph, or a GPU has failed
+            return False
+        if plan is None or stream is None:
+            return False
+        plan.used = self._calls = self._calls + 1
+        self._run(plan, stream, [each.arrays for each in found])
+        return True
+
+    def _run(self, plan: _KeptPlan, stream: int, arrays: object) -> None:
+        queue, caller = plan.device.work, self._borrowing.caller(plan.device.physical, stream)
+        keeper = self._borrowing.keeper
+        keeper.collect()
+        self._order.begin_after(queue, caller)
+        try:
+            plan.work.run()
+        finally:
+            keeper.keep_until(self._order.end_before(queue, caller), arrays)
+
+    def _given(self, some: Sequence[Any]) -> _Given | None:
+        of_each, kinds = 1, set(map(type, some))
+        if kinds <= {list, tuple}:
+            of_each = len(some[0]) if some else 0
+            if set(map(len, some)) != {of_each}:
+                return None
+            some = list(chain.from_iterable(some))
+        if not some:
+            return None
+        kind = type(some[0])
+        if kind not in self._libraries:
+            self._libraries[kind] = _library(kind)
+        library = self._libraries[kind]
+        return None if library is None else _Given(some, of_each, library, tuple(map(library.address, some)))
+
+    # New ones
+
+    def _planned(
+        self,
+        keys: KeyShapes,
+        layouts: Sequence[_GivenLayout],
+        found: Sequence[_Given],
+        has_parts: bool,
+        planned: Planned,
+    ) -> _KeptPlan | None:
+        if len({layout.device for layout in layouts}) > 1 or any(0 in each.addresses for each in found):
+            return None
+        if any(any(map(each.library.is_negative, each.arrays)) for each in found):
+            return None
+        parts = _columns(keys, found[0], Read) if has_parts else []
+        outs = _columns(keys, found[-1], Write) if len(found) > has_parts else []
+        if not _are_apart(outs):
+            return None
+        gpu = self._gpus.get(layouts[0].device)
+        work = planned(keys, CallArrays(gpu, parts, outs, _are_apart([*parts, *outs])))
+        return None if work is None else _KeptPlan(layouts, gpu, work)
+
+    def _keep(self, name: Hashable, plan: _KeptPlan | None) -> None:
+        """Keep a plan, in place of the one that was used longest ago; None: there is none of this name any more."""
+        self._plans.pop(name, None)
+        if plan is not None:
+            if len(self._plans) >= PLANS:
+                del self._plans[min(self._plans, key=lambda each: self._plans[each].used)]
+            self._plans[name] = plan
+
+
+def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
+    """Return the layout of arrays, which have it; None: these do not fit the keys, or are not on one GPU."""
+    arrays, library = given.arrays, given.library
+    shapes = [shape for shape in keys.shapes for _ in range(given.of_each)]
+    kinds = [kind for kind in keys.dtypes for _ in range(given.of_each)]
+    sizes = list(map(math.prod, shapes))
+    dtypes = list(map(library.dtype, arrays))
+    if 0 in sizes or list(map(foreign.dtype_met, dtypes)) != kinds:
+        return None
+    if library.name == "torch" and {array.device.type for array in arrays} != {"cuda"}:
+        return None
+    singles = [number for number, size in enumerate(sizes) if size == 1]
+    made = _GivenLayout(shapes, dtypes, set(dtypes), int(library.device(arrays[0])), singles)
+    return made if made.fits(given) else None
+
+
+def _columns(keys: KeyShapes, given: _Given, use: Use) -> list[TensorColumn]:
+    """Return what is given of all keys: first the first array of each key, then the second ones."""
+    nbytes = [math.prod(shape) * kind.itemsize for shape, kind in zip(keys.shapes, keys.dtypes, strict=True)]
+    return [TensorColumn(use, given.addresses[first :: given.of_each], nbytes) for first in range(given.of_each)]
+
+
+def _are_apart(columns: Sequence[TensorColumn]) -> bool:
+    """Tell whether no two arrays share memory."""
+    spans = sorted(
+        (begin, begin + size) for each in columns for begin, size in zip(each.addresses, each.nbytes, strict=True)
+    )
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
