@@ -40,8 +40,8 @@ _KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
 _STORE, _FRONT, _REQUEST, _LISTED, _STEP = slice(8, 10), slice(28), slice(28, 36), slice(36, 44), slice(44, 48)
 """Places in a head (`protocol.message`): the store; all before the number of the request; that; how many entries there
 are, and the bucket; the step."""
-_HEAD, _ROUND, _OTHERS = 48, slice(72, 80), slice(80, None)
-"""Bytes of a head; of its first entry the round; the other entries."""
+_HEAD, _FIRST, _ROUND, _OTHERS = 48, slice(48, 72), slice(72, 80), slice(80, None)
+"""Bytes of a head; of its first entry all before the round, and that; the other entries."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": ["V24"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
 
@@ -128,7 +128,8 @@ class Steady:
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
         if values is None:
             return None
-        fixed = np.frombuffer(head, _FIXED, offset=_HEAD)["fixed"].tobytes() if len(head) > _HEAD else b""
+        is_long = len(head) > _ROUND.stop
+        fixed = np.frombuffer(head, _FIXED, offset=_HEAD)["fixed"].tobytes() if is_long else head[_FIRST]
         name = (link, head[_FRONT], head[_LISTED], fixed, *[memoryview(frame).nbytes for frame in frames[2:]])
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
