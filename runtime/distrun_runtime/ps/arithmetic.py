@@ -189,20 +189,25 @@ def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *,
     if is_much and new < len(of.shards):
         return False
     known.open += new
-    add_given(values, known, of.code, given)
+    try:
+        add_given(values, known, of.code, given)
+    except Exception:
+        known.where[of.shards[known.where[of.shards] == 0]] = SUM_IN_ARENA  # as they were counted
+        raise
     return True
 
 
-def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues) -> bool:
+def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *, is_much: bool) -> bool:
     """Do what `apply` does for shards that are updated together; False: something is special, and nothing was done.
 
     Arguments:
         last: the last contributions of the round.
+        is_much: not to be done.
     """
     known, side, place = values.rounds.get(number), values.side_of(of), 0
     lent = values.lent[side, of.index]
-    is_lent = lent.tobytes() != of.none
-    is_special = side < 0 or (is_lent and not lent.all()) or bool(values.encoded)
+    is_lent = lent.tobytes() != of.none if side >= 0 else bool(values.lent[:, of.index].any())
+    is_special = is_much or (is_lent and (side < 0 or not lent.all())) or bool(values.encoded)
     if is_special or not (values.rule is None or values.is_flat(of.code)):
         return False
     parts = [last.parts]
@@ -220,7 +225,8 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues) -
     if values.rule is not None:
         _update(values, of.code, of.shards, last.runs, addends, turn=(SYNC, number), result=UpdateResult())
     else:
-        side = values.free_side(side, of.shards) if is_lent else side
+        values.gather(of.shards)
+        side = values.free_side(side, of.shards) if is_lent else int(values.side[of.shards[0]])
         if side not in of.targets:
             of.targets[side] = of.views(values.arenas[of.code], side)
         for target, some in zip(of.targets[side], addends, strict=True):
@@ -438,6 +444,7 @@ def _update(
             for shard, _, pieces in values.apart(shards, run, given):
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
+    values.gather(shards)
     steps: list[tuple[Array, update.WeightStep]] = []
     sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -167,6 +167,11 @@ class WorkEngine:
         values = self._values.get(number)
         return None if values is None or values.device.is_gpu or self._recorder.is_on else values
 
+    @property
+    def all_values(self) -> Iterable[Values]:
+        """The arrays of all stores."""
+        return self._values.values()
+
     def does_now(
         self, values: Values, number: int, of: ShardSet, given: PushedValues, *, is_last: bool, is_shared: bool
     ) -> bool:
@@ -181,15 +186,15 @@ class WorkEngine:
         self._give_back()
         began, is_much = time.monotonic(), of.size >= self._much_bytes * (SHARED if is_shared else 1)
         try:
-            if not is_last:
-                return arithmetic.add_alike(values, number, of, given, is_much=is_much)
-            if is_much or not arithmetic.apply_alike(values, number, of, given):
-                return False
+            do = arithmetic.apply_alike if is_last else arithmetic.add_alike
+            is_done = do(values, number, of, given, is_much=is_much)
         except Exception as err:
             values.lose(number, of.shards, err, traceback.format_exc())
             return False
-        self._worked.note(stages.ADD if values.rule is None else stages.RULE, began, time.monotonic())
-        return True
+        if is_done:
+            stage = stages.ADD if values.rule is None or not is_last else stages.RULE
+            self._worked.note(stage, began, time.monotonic())
+        return is_done
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Call `wake` when there are results to be taken. It is called by the engine's thread."""

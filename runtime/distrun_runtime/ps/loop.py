@@ -234,9 +234,13 @@ class Loop:
         if gate.is_refused:
             return
         if self._known is not None and gate.is_open and not self._later:
-            known = self._known(link, frames, self._clock())
-            if known is not None:
-                self._perform(known)
+            try:
+                known = self._known(link, frames, self._clock())
+                if known is not None:
+                    self._perform(known)
+                    return
+            except Exception as err:
+                self._malformed(link, message.decode(frames), err)
                 return
         is_stranger = gate.opener is None and not gate.is_open
         try:

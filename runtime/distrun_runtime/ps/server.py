@@ -126,6 +126,8 @@ class Server:
         """Links of workers, to their ranks."""
         self._servers: set[str] = set()
         """Links that other servers opened."""
+        self.gone: set[str] = set()
+        """Links that have ended, until `ps.steady` has forgotten them."""
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
         self._lags: dict[int, Lags] = {}
@@ -254,6 +256,7 @@ class Server:
         # The scheduler judges deaths; here the worker's open requests are forgotten.
         self._servers.discard(event.link)
         self._ranks.pop(event.link, None)
+        self.gone.add(event.link)
         return [*self.pulls.drop(event.link), *self._lost_peer(event)]
 
     def _lost_peer(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
@@ -612,16 +615,21 @@ class Server:
         entries, shards, wrong, is_plain = self._entries(rank, store, message)
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_named = bool(message.bucket)
-        if wrong or not len(entries) or is_named == bool(len(message.entries)) or entries["codec"].any():
+        is_listed = is_named == bool(len(message.entries)) or len(np.unique(shards)) < len(shards)
+        if wrong or not len(entries) or is_listed or entries["codec"].any():
             return None
         batch = role.Batch(store, shards, replace(message, payloads=()), entries)  # what was pushed is not kept
         return rank, batch, self._buckets.get((rank, store.number, message.bucket))
+
+    def is_named(self, rank: int, batch: role.Batch, bucket: object) -> bool:
+        """Whether the number that a message gives is still this bucket's."""
+        return self._buckets.get((rank, batch.store.number, batch.message.bucket)) is bucket
 
     def is_usual(self, link: str, rank: int, batch: role.Batch, bucket: object) -> bool:
         """Whether `plain` still returns these, and nothing unusual is under way in the store, but for single shards."""
         store = batch.store
         is_here = self._stores.get(store.number) is store and self._ranks.get(link) == rank
-        is_same = self._buckets.get((rank, store.number, batch.message.bucket)) is bucket
+        is_same = self.is_named(rank, batch, bucket)
         return is_here and is_same and store.is_usual and not self._failing and not self._rounds.waits_for_norms
 
     def _init(self, link: str, message: Message) -> list[role.Action]:

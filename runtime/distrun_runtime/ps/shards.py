@@ -231,7 +231,7 @@ class Store:
         """Return the workers whose contribution to an open round is zero."""
         return self.joined | self.left
 
-    def reach(self, shards: Array) -> Array:
+    def reach(self, shards: Array | slice) -> Array:
         """Return the last round of each shard that all workers have contributed to who are not excused."""
         excused = self.excused()
         if not excused:
@@ -244,7 +244,7 @@ class Store:
         members = [rank for rank in self.members.ranks if rank not in excused]
         # A round without any contribution is none, even if workers are excused.
         most: Array = self.last[:, shards].max(axis=0)
-        return most if not members else np.minimum(self.last[np.ix_(self.row[members], shards)].min(axis=0), most)
+        return most if not members else np.minimum(self.last[:, shards][self.row[members]].min(axis=0), most)
 
     def is_held_up(self, shards: Array) -> bool:
         """Whether the next round of all these shards is known to be incomplete.

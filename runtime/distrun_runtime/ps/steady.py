@@ -12,7 +12,10 @@ has changed nothing, for what is not known, is not in step, or comes while anyth
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -25,19 +28,22 @@ from distrun_runtime.ps import arithmetic, role
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import ROLE_CODES
-from distrun_runtime.ps.replies import ReplyValues, frames_of
+from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
+from distrun_runtime.transport.host_segments import is_shared
 
 Actions = list[role.Action]
-KNOWN = 16384
-"""So many messages of a store are known; the oldest goes."""
+KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
+"""So many messages of a store are known, in about so much memory, and rounds before this one."""
 _KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
 _STORE, _FRONT, _REQUEST, _LISTED, _STEP = slice(8, 10), slice(28), slice(28, 36), slice(36, 44), slice(44, 48)
 """Places in a head (`protocol.message`): the store; all before the number of the request; that; how many entries there
 are, and the bucket; the step."""
 _HEAD, _FIRST, _ROUND, _OTHERS = 48, slice(48, 72), slice(72, 80), slice(80, None)
 """Bytes of a head; of its first entry all before the round, and that; the other entries."""
+_FIXED = np.dtype({"names": ["fixed"], "formats": ["V24"], "itemsize": wire.ENTRY.itemsize})
+"""Of an entry all before the round."""
 
 
 @dataclass(eq=False)
@@ -47,12 +53,12 @@ class _Steps:
     link: str
     rank: int
     batch: role.Batch
-    """What it is about, at the round at which it was worked out."""
+    """What it is about, without entries."""
+    first: int
+    """The round at step 0, if it names a bucket."""
     bucket: object
     """What the server knows of the bucket that it names; None: it has entries."""
     of: ShardSet
-    sizes: list[int]
-    """Bytes of the frames that it brings."""
     row: int
     """Of the worker in the tables of the store."""
     entries: Array
@@ -67,8 +73,7 @@ class _Steps:
     def round_in(self, head: bytes) -> int:
         """Return the round that a message is about; -1: it differs in more than that."""
         if self.bucket is not None:
-            step = int.from_bytes(head[_STEP], "little") - self.batch.message.step
-            return int(self.batch.entries["round"][0]) + step if len(head) == _HEAD else -1
+            return self.first + int.from_bytes(head[_STEP], "little") if len(head) == _HEAD else -1
         number = int.from_bytes(head[_ROUND], "little")
         if len(self.entries) > 1:
             self.entries["round"] = number
@@ -114,36 +119,50 @@ class Steady:
 
     def take(self, link: str, frames: Sequence[Buffer], now: float) -> Actions | None:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
+        if self._server.gone:
+            self._forget()
         head = bytes(frames[0])
-        if len(head) < _HEAD or head[6] not in _KINDS or len(frames) < 2 or len(frames[1]):
+        is_odd = len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[6] not in _KINDS
+        if is_odd or len(frames) < 2 or len(frames[1]):
             return None
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
         if values is None:
             return None
-        name = (link, head[_FRONT], head[_LISTED], head[_FIRST])
+        is_long = len(head) > _ROUND.stop
+        fixed = np.frombuffer(head, _FIXED, offset=_HEAD)["fixed"].tobytes() if is_long else head[_FIRST]
+        name = (link, head[_FRONT], head[_LISTED], fixed, *[memoryview(frame).nbytes for frame in frames[2:]])
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)
-        if steps is None or number < 0 or [memoryview(frame).nbytes for frame in frames[2:]] != steps.sizes:
+        if steps is None or not 0 <= number < ROUNDS:
             return None
         if steps.version != self._server.version:
             if not self._server.is_usual(link, steps.rank, steps.batch, steps.bucket):
+                if not self._server.is_named(steps.rank, steps.batch, steps.bucket):
+                    _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
-        act = self._push if steps.sizes else self._pull
+        act = self._pull if head[6] == Kind.PULL else self._push
         return act(steps, values, [head, *frames[1:]], number, now)
 
     # What is known
 
-    def _meet(self, name: Hashable, values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
+    def _meet(self, name: tuple[Any, ...], values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
         """Note that a message came; at the second, fourth, eighth ... time, work out what it leads to."""
+        if len(values.plans) >= KNOWN or values.plan_bytes >= KNOWN_BYTES:
+            return None
         times = values.plans.pop(name, 0) + 1
         steps = self._worked_out(values, link, frames) if times > 1 and not times & (times - 1) else None
         values.plans[name] = steps or times
-        while len(values.plans) > KNOWN:
-            del values.plans[next(iter(values.plans))]
+        values.plan_bytes += _bytes_of(name, steps) - (_bytes_of(name, times) if times > 1 else 0)
         return steps
+
+    def _forget(self) -> None:
+        """Forget what came by links that have ended."""
+        for values in self._engine.all_values:
+            _drop(values, [name for name in values.plans if name[0] in self._server.gone])
+        self._server.gone.clear()
 
     def _worked_out(self, values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
         try:
@@ -157,9 +176,11 @@ class Steady:
         store, entries = batch.store, batch.entries
         is_alike = not ((entries["round"] != entries["round"][0]) | (entries["dtype"] != entries["dtype"][0])).any()
         is_packed = not frames[2:] or len(entries) == 1 or entries["payload"][0] == Payload.PACKED
-        if not is_alike or not is_packed or store.row_size[batch.shards].any():
-            return None
         sizes = [memoryview(frame).nbytes for frame in frames[2:]]
+        is_whole = not any(size % DTYPES[entries["dtype"][0]].itemsize for size in sizes)
+        is_fit = is_alike and is_packed and is_whole and bool(sizes) == (message.kind is not Kind.PULL)
+        if not is_fit or store.row_size[batch.shards].any():
+            return None
         of = self._shard_set(values, batch.shards, sizes)
         if not of.size:
             return None
@@ -168,8 +189,9 @@ class Steady:
         reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
         me = self._server.me
         head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
-        what = (bucket, of, sizes, int(store.row[rank]), entries.copy(), answered)
-        return _Steps(link, rank, batch, *what, (head[_FRONT], head[_LISTED]))
+        what = (bucket, of, int(store.row[rank]), entries.copy(), answered)
+        about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
+        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], head[_LISTED]))
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -183,6 +205,7 @@ class Steady:
             layout = arithmetic.layout(values, shards, lengths)
             found = ShardSet(shards, code, index, layout, size * itemsize, bytes(8 * len(shards)))
             values.plans[shards.tobytes(), lengths] = found
+            values.plan_bytes += 4 * shards.nbytes
         return found
 
     # What messages ask for
@@ -194,19 +217,19 @@ class Steady:
         found = store.last[row, index].tobytes(), store.done[index].tobytes(), store.ordered[index].tobytes()
         if found != (before,) * 3 or store.owed[row, index].tobytes() != of.none:
             return None
-        missing = store.last[:, index] < number
-        is_last = np.count_nonzero(missing) == len(of.shards)
-        waiting = server.pulls.alike(store, of.shards, number) if is_last else []
-        if waiting is None or (not is_last and np.add.reduce(missing, dtype=np.int64).min() == 1):
-            return None
-        is_shared = isinstance(memoryview(frames[2]).obj, np.ndarray)  # `transport.host_segments`
         given = steps.given(frames[2:])
-        if not self._engine.does_now(values, number, of, given, is_last=is_last, is_shared=is_shared):
+        store.last[row, index] = number
+        reached = (store.ordered[index] if store.is_held_up(of.shards) else store.reach(index)).tobytes()
+        is_last = reached == of.all(number)
+        waiting = server.pulls.alike(store, of.shards, number) if is_last else []
+        is_split = not is_last and reached != before
+        how = {"is_last": is_last, "is_shared": is_shared(frames[2])}
+        if waiting is None or is_split or not self._engine.does_now(values, number, of, given, **how):
+            store.last[row, index] = number - 1
             return None
         self._counters.bytes_in += of.size
         self._counters.pushes += 1
         server.sample((steps.rank,), steps.batch, (number,), now)
-        store.last[row, index] = number
         actions: Actions = []
         if is_last:
             store.ordered[index] = store.done[index] = number
@@ -237,5 +260,20 @@ class Steady:
         return self._server.pulls.wait(steps.link, steps.rank, steps.pulled(*prepared[1:]), now, prepared)
 
     def _answer(self, values: Values, side: int, steps: _Steps, head: bytes, number: int) -> role.Action:
+        try:
+            made = steps.answer_to(head, number, values, side)
+        except Exception as err:  # as `WorkEngine` refuses a Deliver
+            event = role.WorkDone(role.Discard(0), err, traceback.format_exc())
+            return role.Send(steps.link, failed(steps.pulled(head, number).message, event))
         self._counters.bytes_out += steps.of.size
-        return steps.answer_to(head, number, values, side)
+        return made
+
+
+def _bytes_of(name: tuple[Any, ...], known: Any) -> int:
+    """Return about how much memory it takes to know a message, without what others share."""
+    return len(name[3]) + (known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0)
+
+
+def _drop(values: Values, names: Iterable[tuple[Any, ...]]) -> None:
+    for name in names:
+        values.plan_bytes -= _bytes_of(name, values.plans.pop(name))

@@ -6,7 +6,7 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -209,8 +209,10 @@ class Values:
         """Of shards that are on a GPU."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""
-        self.plans: dict[Hashable, Any] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
         """What is known of messages that come again (`ps.steady`), and their `ShardSet`s."""
+        self.plan_bytes = 0
+        """About how much memory that takes."""
         self.rounds: dict[int, Round] = {}
         self.spare_sums: dict[int, list[Arena]] = {}
         """Arenas of sums that are not used at the moment: memory that was written once stays."""
@@ -261,6 +263,7 @@ class Values:
         self.device = device
         self.store.device = device.name
         self.plans.clear()
+        self.plan_bytes = 0
 
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas in use: of values, states, and sums of open rounds."""
@@ -398,6 +401,15 @@ class Values:
                 arena.add_side()
         self.lent = np.concatenate([self.lent, np.zeros((1, self.lent.shape[1]), np.int64)])
         return len(self.lent) - 1
+
+    def gather(self, shards: Array) -> None:
+        """Have on one side what is on several, if no reply reads it: then calls go over all of it again."""
+        sides = self.side[shards]
+        if (sides == sides[0]).all() or self.lent[:, shards].any():
+            return
+        for shard in shards[sides != sides[0]].tolist():
+            present, self.side[shard] = self.weight(shard), sides[0]
+            self.device.sum([present], self.weight(shard))
 
     def note_writes(self, shards: Array) -> None:
         """The values change: what was encoded or copied of them is past."""

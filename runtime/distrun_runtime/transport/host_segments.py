@@ -559,6 +559,12 @@ def _hear(one: socket.socket) -> tuple[str, int]:
     return data.decode("ascii", "replace"), fds[0] if fds else -1
 
 
+def is_shared(frame: Buffer) -> bool:
+    """Whether a frame is memory of its sender (`HostSegments.fill`); what is received into an array can be written."""
+    view = memoryview(frame)
+    return view.readonly and isinstance(view.obj, np.ndarray)
+
+
 def check_user(one: socket.socket) -> None:
     """Look whose process is at the other end of a Unix socket.
 

@@ -26,13 +26,13 @@ from distrun_runtime.ps.pulls import Pull
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.shards import MANY
 from distrun_runtime.ps.values import Round, Values
-from distrun_runtime.transport.base import Arrived, Down, Event
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event
 
 FLOAT32, FLOAT16, INT32 = 0, 2, 4
 SIZES = {0: 2, 1: 3, 2: 1, 3: 5, 4: 4, 5: 2}
 CODES = {0: FLOAT32, 1: FLOAT32, 2: FLOAT32, 3: FLOAT32, 4: FLOAT16, 5: INT32}
 """Keys with their elements and dtypes."""
-LISTS = ((0,), (0, 1), (0, 1, 2, 3), (3, 1), (2,), (4,), (5,))
+LISTS = ((0,), (0, 1), (0, 1, 2, 3), (3, 1), (2,), (4,), (5,), (0, 3))
 """What messages are about: lists of keys that overlap, one of them not in order."""
 
 
@@ -66,6 +66,8 @@ class Twins:
             much_bytes: from so many on, the engine's thread does the work.
         """
         self.workers, self.buckets, self.frames, self.shared = workers, buckets, frames, shared
+        self.is_in_order = much_bytes == MUCH_BYTES
+        """No thread of an engine decides by its pace on which side values are, and so in how many frames they go."""
         self.known = 0
         self._stack = ExitStack()
         self.servers = [self._stack.enter_context(History(workers=workers, has_keys=False)) for _ in range(2)]
@@ -98,10 +100,12 @@ class Twins:
             server.step(*events)
             new = server.transport.sent[begin:]
             said = [(link, [bytes(frame) for frame in frames]) for link, frames in new]
+            if not self.is_in_order:
+                said = [(link, [*frames[:2], b"".join(frames[2:])]) for link, frames in said]
             # What the engine's thread does is told later than what is done at once: each connection by itself.
             sent.append(sorted(said, key=itemgetter(0)))
         assert sent[0] == sent[1]
-        first, second = map(state_of, self.servers)
+        first, second = (state_of(server, has_sides=self.is_in_order) for server in self.servers)
         assert first == second
 
     def hear(self, link: str, message: Message) -> None:
@@ -255,11 +259,15 @@ def engine_of(server: History) -> WorkEngine:
     return engine
 
 
-def state_of(server: History) -> dict[str, Any]:
-    """Return all that a server keeps of its stores, but for what it does not have to remember."""
-    loop = server._loop
-    decides, engine = loop._role, engine_of(server)
+def role_of(server: History) -> Server:
+    decides = server._loop._role
     assert isinstance(decides, Server)
+    return decides
+
+
+def state_of(server: History, *, has_sides: bool) -> dict[str, Any]:
+    """Return all that a server keeps of its stores, but for what it does not have to remember."""
+    decides, engine = role_of(server), engine_of(server)
     engine._give_back()
     pulls = decides.pulls
     found: dict[str, Any] = {
@@ -280,6 +288,9 @@ def state_of(server: History) -> dict[str, Any]:
         found["store %d" % number] = (flat, noted)
     for number, values in engine._values.items():
         found["values %d" % number] = values_of(values)
+        if has_sides:
+            count = values.store.count
+            found["sides %d" % number] = values.side[:count].tolist(), values.lent[:, :count].tolist()
     return found
 
 
@@ -302,7 +313,7 @@ def values_of(values: Values) -> Any:
         for shard in range(count)
     ]
     rounds = {number: round_of(values, each) for number, each in values.rounds.items()}
-    flat = (values.side[:count].tolist(), values.lent[:, :count].tolist(), values.steps[:count].tolist())
+    flat = values.lent[:, :count].sum(axis=0).tolist(), values.steps[:count].tolist()
     encoded = {shard: sorted(each) for shard, each in values.encoded.items()}
     return (weights, states, rounds, flat, encoded, {code: len(each) for code, each in values.spare_sums.items()})
 
@@ -312,7 +323,7 @@ def round_of(values: Values, of: Round) -> Any:
         number: (each.shards.tolist(), each.runs, [np.asarray(part).tolist() for part in each.parts])
         for number, each in of.held.items()
     }
-    places = np.flatnonzero(of.where == -1).tolist()
+    places = [shard for shard in np.flatnonzero(of.where == -1).tolist() if shard not in of.lost]
     sums = [
         np.asarray(of.arenas[int(values.store.dtype[shard])].view(*values.span(shard))).tolist() for shard in places
     ]
@@ -406,6 +417,195 @@ def test_rounds_of_many_workers_are_as_those_of_a_server_that_knows_no_messages(
     for kind in (Kind.PUSHPULL, Kind.PUSHPULL, Kind.PUSHPULL, Kind.PUSHPULL):
         pair.round(kind, 1)
     assert pair.known > MANY
+
+
+def test_of_many_workers_only_few_contributions_look_at_all_of_them(twins: Callable[..., Twins]) -> None:
+    looked = []
+
+    class Watched(np.ndarray):  # type: ignore[type-arg]
+        def __getitem__(self, at: Any) -> Any:
+            if isinstance(at[0], slice):
+                looked.append(at)
+            return np.asarray(self)[at]
+
+    pair = twins(MANY + 1, buckets=True)
+    for _ in range(3):
+        pair.round(Kind.PUSHPULL, 1)
+    store = role_of(pair.servers[0])._stores[1]
+    store.last = store.last.view(Watched)
+    pair.known = 0
+    for rank in range(MANY + 1):
+        del looked[:]
+        pair.call(Kind.PUSHPULL, rank, 1)
+        assert len(looked) <= (rank in (0, MANY)), rank
+    assert pair.known == MANY + 1
+
+
+def test_a_bucket_number_that_is_given_to_another_list_is_known_again(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=True)
+    for number in (2, 5, 2):  # these two lists have the same number
+        for _ in range(5):
+            pair.round(Kind.PUSHPULL, number)
+    pair.known = 0
+    pair.round(Kind.PUSHPULL, 2)
+    assert pair.known == 2
+
+
+def test_lists_with_the_same_first_key_do_not_exclude_each_other(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=False)
+    for times, number in enumerate((1, 7, 1, 7)):
+        pair.known = 0
+        for server in pair.servers:
+            for shard in range(len(SIZES)):  # all keys have had as many rounds
+                role_of(server)._stores[1].set_round(shard, 10 * times)
+        for worker in pair.memory:
+            worker.rounds = dict.fromkeys(SIZES, 10 * times)
+        for _ in range(4):
+            pair.round(Kind.PUSHPULL, number)
+        assert pair.known == 4 * 2 - (2 if times < 2 else 0)
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PUSHPULL, Kind.PULL])
+def test_a_round_that_no_integer_holds_is_refused_and_the_server_lives(twins: Callable[..., Twins], kind: Kind) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL if kind is Kind.PUSHPULL else Kind.PUSH, 1)
+    pair.call(kind, 0, 1, rounds=2**63 + 5)
+    pair.call(Kind.PULL, 1, 1)
+
+
+def test_what_fails_at_a_message_that_is_known_is_refused_and_the_server_lives(
+    serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, ones = serving(workers=2), raw(np.ones(2, np.float32))
+
+    def push(rank: int, number: int) -> list[str]:
+        return said(server.hear("w%d" % rank, data(Kind.PUSHPULL, [Piece(0, round=number, payload=ones)])))
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("no memory for an answer")
+
+    for number in range(1, 4):
+        push(0, number), push(1, number)
+    assert push(0, 4) == []
+    with monkeypatch.context() as patched:
+        patched.setattr("distrun_runtime.ps.steady._Steps.answer_to", fail)
+        assert push(1, 4) == ["w0 PUSHPULL!", "w1 PUSHPULL!"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Server, "sample", fail)
+        assert push(0, 5) == ["w0 PUSHPULL!"]
+    assert said(server.ask(0, Kind.STATS)) == ["w0 STATS"]
+
+
+def test_a_pull_that_brings_bytes_is_no_push(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=True)
+    for _ in range(5):
+        pair.round(Kind.PUSH, 0)
+    bucket, base = pair.memory[0].buckets[0]
+    step = pair.memory[0].rounds[0] - base[0]
+    for more in (0, 0, 0, 1):
+        pair.hear("w0", Message(Kind.PULL, 1, 3, bucket=bucket, step=step + more, payloads=[b"y" * 8]))
+
+
+def test_a_push_whose_frames_cut_an_element_is_treated_as_any_other(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=True)
+    for _ in range(4):
+        for _ in range(3):
+            pair.round(Kind.PUSH, 1)
+        for rank, worker in enumerate(pair.memory):
+            for key in LISTS[1]:
+                worker.rounds[key] += 1
+            bucket, base = worker.buckets[1]
+            cut = [b"x" * 6, b"y" * 14]
+            step = worker.rounds[0] - base[0]
+            pair.hear("w%d" % rank, Message(Kind.PUSH, 1, 3, bucket=bucket, step=step, payloads=cut))
+
+
+@pytest.mark.parametrize("rule", [None, "sgd"])
+def test_values_on_several_sides_are_on_one_again_when_nobody_reads_them(
+    twins: Callable[..., Twins], rule: str | None
+) -> None:
+    pair = twins(2, buckets=True)
+    if rule is not None:
+        pair.disturb(3, 0)
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL, 2)
+    pair.disturb(11, 0)
+    pair.call(Kind.PULL, 0, 0)  # one of the four keys is read while the next round is made
+    for server in pair.servers:
+        server.transport.make_lease = lambda: COPIED
+    pair.round(Kind.PUSHPULL, 2)
+    sides = engine_of(pair.servers[0])._values[1].side
+    assert len(set(sides[:4].tolist())) == 2
+    pair.disturb(12, 0)
+    pair.known = 0
+    pair.round(Kind.PUSHPULL, 2)
+    assert pair.known == 2
+    assert len(set(sides[:4].tolist())) == 1
+
+
+def test_what_is_known_is_bounded_and_what_a_link_sent_goes_with_it(
+    twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(3):
+        pair.round(Kind.PUSHPULL, 1)
+    values = engine_of(pair.servers[0])._values[1]
+    before = values.plan_bytes
+    assert before > 0
+    monkeypatch.setattr("distrun_runtime.ps.steady.KNOWN_BYTES", before)
+    for _ in range(3):
+        pair.round(Kind.PUSHPULL, 6)
+    pair.known = 0
+    pair.round(Kind.PUSHPULL, 1)
+    assert (pair.known, values.plan_bytes) == (2, before)
+    for rank in range(2):
+        pair.disturb(10, rank)
+    pair.round(Kind.PUSHPULL, 1)
+    assert {name[0] for name in values.plans if isinstance(name[0], str)} == {"w0+", "w1+"}
+    assert values.plan_bytes < before
+
+
+def test_a_first_contribution_that_cannot_be_kept_leaves_no_round_open(
+    serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, ones = serving(workers=3), raw(np.ones(2, np.float32))
+
+    def push(rank: int, number: int) -> None:
+        server.hear("w%d" % rank, data(Kind.PUSHPULL, [Piece(0, round=number, payload=ones)]))
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("no memory for a sum")
+
+    for number in range(1, 4):
+        for rank in range(3):
+            push(rank, number)
+    with monkeypatch.context() as patched:
+        patched.setattr("distrun_runtime.ps.arithmetic.add_given", fail)
+        push(0, 4)
+    push(1, 4)
+    push(2, 4)
+    assert engine_of(server)._values[1].rounds == {}
+
+
+def test_a_pull_that_names_a_shard_twice_leaves_nothing_owed(twins: Callable[..., Twins]) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(3):
+        pair.round(Kind.PUSH, 0)
+    for _ in range(4):
+        pair.call(Kind.PUSH, 0, 0)
+        twice = [Entry(0, 0, SIZES[0], pair.memory[0].rounds[0])] * 2
+        pair.hear("w0", Message(Kind.PULL, 1, 3, entries=protocol.entries_of(twice)))
+        pair.call(Kind.PUSH, 1, 0)
+
+
+def test_adding_is_told_apart_from_the_rule(twins: Callable[..., Twins]) -> None:
+    pair = twins(3, buckets=True)
+    pair.disturb(3, 0)
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL, 1)
+    spans = [[stage for stage, _, _ in engine_of(server)._worked._spans] for server in pair.servers]
+    assert spans[0] == spans[1]
 
 
 def test_what_was_pushed_is_let_go_of_when_its_round_is_over(serving: Callable[..., History]) -> None:

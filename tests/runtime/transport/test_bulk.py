@@ -124,6 +124,7 @@ def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., 
     array[17] = 42.0
     assert values[17] == 42.0, "it was copied"
     assert memoryview(frame).readonly
+    assert host_segments.is_shared(frame)
     assert max(len(each) for each in one.wires[1 if way == "out" else 0].sent[-1]) < 200
 
 

@@ -23,6 +23,7 @@ from transports import DEADLINE_S, HELLO, HOST, LONG, SHORT, WELCOME, agree, end
 from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
 from distrun_runtime.transport.direct import DirectTransport, TurnLock
+from distrun_runtime.transport.host_segments import is_shared
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
@@ -524,6 +525,17 @@ def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]
         one.opener.give_back(("server-0",), drops=True)
     assert (head, bytes(body), bytes(into)) == (b"head", b"", data)
     assert payload is view
+
+
+def test_a_long_payload_that_came_by_stream_is_not_taken_for_memory_of_its_sender(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    data = os.urandom(1 << 20)
+    one.acceptor.send(one.link, [b"head", b"", data])
+    [arrived] = [event for event in until(one.opener, has(Arrived), one.acceptor) if isinstance(event, Arrived)]
+    payload = arrived.frames[2]
+    assert bytes(payload) == data
+    assert not is_shared(payload)
 
 
 def test_a_turn_that_nobody_has_is_not_asked_for() -> None:
