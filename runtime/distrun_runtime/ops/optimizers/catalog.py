@@ -416,6 +416,7 @@ class UpdaterRule(Rule):
 
     def step(self, weight: Array, grad: Array, state: State, knobs: Knobs = PLAIN, rows: Array | None = None) -> None:
         """Call the function once."""
+        self.rates(state, knobs)  # It counts the updates.
         received = grad if rows is None else spread(weight, grad, rows)
         dtype = dtypes.work_dtype(weight.dtype) if weight.dtype == dtypes.BFLOAT16 else weight.dtype
         received = np.array(dtypes.narrow(dtypes.widen(received), dtype))
