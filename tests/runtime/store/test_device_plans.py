@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -368,6 +370,79 @@ def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
     for _ in range(3):
         pair.push(2)
         pair.pull()
+
+
+@SEEDS
+def test_arrays_of_two_libraries_are_ordered_after_both_their_streams(
+    machine: Machine, torch: Torch, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ndarray:
+        """cupy.ndarray, of a tensor's memory."""
+
+        def __init__(self, tensor: GpuTensor) -> None:
+            self.shape, self.dtype, self.strides = tensor.shape, tensor.kind, (tensor.kind.itemsize,)
+            self.data = SimpleNamespace(ptr=tensor.data_ptr(), mem=tensor)
+            self.device, self.flags = SimpleNamespace(id=0), SimpleNamespace(c_contiguous=True)
+
+    ndarray.__module__ = "cupy"
+    usual, side = torch.cuda.current_stream(0), torch.new_stream(0)
+    stream = SimpleNamespace(ptr=usual.cuda_stream, is_capturing=lambda: False)
+    runtime = SimpleNamespace(is_hip=False)
+    cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda device: stream)
+    with kvstore.create("device") as kv:
+        kv.init("w", np.zeros(1000, np.float32))
+        gradient = torch.tensor(np.ones(1000, np.float32))
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=ndarray, cuda=cuda))
+        with torch.stream(side):
+            out = torch.tensor(np.zeros(1000, np.float32))
+        for turn in range(8):
+            gradient.set(np.full(1000, turn, np.float32))
+            with torch.stream(side):
+                kv.pushpull("w", ndarray(gradient), out=out)
+                assert set(out.get().tolist()) == {turn}
+
+
+@SEEDS
+def test_a_list_that_the_program_changes_after_a_call_leaves_the_tensors_kept(torch: Torch, seed: int) -> None:
+    pair, other, given = Pair(torch, rule="sgd"), torch.new_stream(0), list[GpuTensor]()
+    for _ in range(6):
+        numbers = pair.fill(1, is_fresh=True)
+        given[:], pair.given = [each for some in pair.given for each in some], []
+        other.wait_stream(torch.cuda.current_stream(0))
+        with torch.stream(other):  # not the one on which the memory is used again
+            pair.stores[0].push(pair.keys, given)
+        given.clear()
+        pair.stores[1].push(pair.keys, numbers)
+        pair.fill(2, is_fresh=True)
+        torch.cuda.current_stream(0).wait_stream(other)
+        pair.pull()
+
+
+def test_the_same_tensors_in_lists_of_another_form_are_refused(torch: Torch) -> None:
+    with kvstore.create("device") as kv:
+        kv.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        given = [torch.tensor(np.ones(3, np.float32)) for _ in range(4)]
+        for _ in range(3):
+            kv.push(["a", "b"], [given[:2], given[2:]])
+        for other in ([given], [[each] for each in given], given):
+            with pytest.raises(KVError, match=f"2 keys, but {len(other)}"):
+                kv.push(["a", "b"], other)
+
+
+def test_a_call_while_a_graph_is_captured_calls_no_driver(machine: Machine, torch: Torch) -> None:
+    pair = Pair(torch)
+    for _ in range(2):
+        pair.push(2)
+        pair.pull()
+    fresh = pair.tensors(2)
+    torch.capturing.add(0)
+
+    def refused() -> None:
+        with pytest.raises(KVError, match="capturing"):
+            pair.stores[0].push(pair.keys, fresh)
+
+    assert calls_of(machine, refused) == 0
+    torch.capturing.clear()
 
 
 READS = """
