@@ -448,6 +448,14 @@ class Values:
 
     # Sums
 
+    def write_sums(
+        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array, int]]
+    ) -> None:
+        """Write sums, which are the values of shards from then on; `sides`: where these are."""
+        self.device.sums(sums)
+        for shards, side in sides:
+            self.side[shards] = side
+
     def round_of(self, number: int) -> Round:
         """Return the sums of a round."""
         found = self.rounds.get(number)
