@@ -119,6 +119,10 @@ class LocalBackend(StoreBackend):
                 if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
                     return False
             except KVError as err:
+                from distrun_runtime.arrays.cuda import CudaError
+
+                if isinstance(err, CudaError):
+                    raise err.about(keys.named)
                 raise KVError(f"{keys.named}: {err}") from err
             if given is not None:
                 self._note_push(keys, keys.size_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -96,7 +97,8 @@ class _Together:
         """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
         values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
         shards = self._shards[first:last]
-        planned, counts = self._steps.get((first, last, sizes), ([], b""))
+        # Kept again when all steps are made: one that was interrupted has other counts than the shards.
+        planned, counts = self._steps.pop((first, last, sizes), ([], b""))
         if values.steps[shards].tobytes() != counts:
             if len(self._steps) >= PLANS:
                 self._steps.clear()
@@ -167,9 +169,9 @@ class Weights:
         """
         if self.rule is not None:
             rules.check_keys(self.rule, ((record.key, record.dtype) for record, _ in items))
-        new = self._enter(self._on(self._host), [record for record, _ in items])
-        for each, (_, value) in zip(new, items, strict=True):
-            copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
+        with self._entering(self._on(self._host), [record for record, _ in items]) as new:
+            for each, (_, value) in zip(new, items, strict=True):
+                copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
         self.kept.update((each.record.key, each) for each in new)
 
     def assign(self, key: Key, value: Array) -> None:
@@ -189,15 +191,16 @@ class Weights:
         values.set_rule(self.rule, self.spec or UPDATER)
         return values
 
-    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Stored]:
-        """Return new values of undefined content, next to each other."""
+    @contextmanager
+    def _entering(self, values: Values, records: Sequence[KeyRecord]) -> Iterator[list[Stored]]:
+        """Give new values of undefined content, next to each other; they go if they cannot be filled."""
         table, before = values.store, values.extent()
         table.names.update((number, record.key) for number, record in enumerate(records, table.count))
         shards = table.add(record.whole(number) for number, record in enumerate(records, table.count))
         try:
             for code, its, _ in values.codes(shards):
                 values.place(its, code)
-            return [
+            yield [
                 Stored(record, values, shard, values.weight(shard).reshape(record.shape))
                 for record, shard in zip(records, shards.tolist(), strict=True)
             ]
@@ -210,10 +213,10 @@ class Weights:
         """Let values and their states be among others: all of them, or none if that fails."""
         old = [self.kept[record.key] for record in records]
         try:
-            new = self._enter(values, records)
-            for there, here in zip(old, new, strict=True):
-                copy(there.array, here.array)
-                values.set_state(here.shard, there.values.state_of(there.shard))
+            with self._entering(values, records) as new:
+                for there, here in zip(old, new, strict=True):
+                    copy(there.array, here.array)
+                    values.set_state(here.shard, there.values.state_of(there.shard))
         except KVError as err:
             raise KVError(f"{named(record.key for record in records)}: {err}") from err
         for there, here in zip(old, new, strict=True):
@@ -390,6 +393,7 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
+        self._calls = {}
 
     def clear(self) -> None:
         """Forget everything."""

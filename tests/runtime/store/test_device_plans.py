@@ -20,9 +20,11 @@ from peers import python_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes, plans
+from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
+from distrun_runtime.ps.values import Values
 
 SHAPES = [(7, 3), (300,), (1,), (), (64, 2)]
 RULES: dict[str, dict[str, Any]] = {
@@ -352,11 +354,53 @@ def test_a_kernel_that_cannot_be_launched_is_told_with_the_keys_and_the_store_go
         pair.pull()
     numbers = pair.fill(2)
     machine.standin.fail("launch", code=1)
-    with pytest.raises(KVError, match=r"k0.* failed: cudaErrorInvalidValue"):
+    with pytest.raises(CudaError, match=r"k0.* failed: cudaErrorInvalidValue"):
         pair.stores[0].push(pair.keys, pair.given)
     pair.stores[0].push(pair.keys, pair.given)
     pair.stores[1].push(pair.keys, numbers)
     pair.pull()
+
+
+def test_a_move_to_a_gpu_that_fails_leaves_nothing_there(
+    machine: Machine, torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, stores = ["a", "b"], [kvstore.create("device"), kvstore.create("local")]
+    given = [np.ones(1000, np.float32)] * 2
+    for each in stores:
+        each.init(keys, given)
+        each.set_optimizer("adam", learning_rate=0.1)
+        each.push(keys, given)
+    tensors, set_state = [torch.tensor(each) for each in given], Values.set_state
+    backend: Any = stores[0]._backend
+
+    def fail(of: Values, shard: int, state: Any) -> None:
+        set_state(of, shard, state)
+        if of.device.is_gpu and shard:
+            raise KVError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Values, "set_state", fail)
+        for _ in range(3):
+            with pytest.raises(KVError, match=r"a.*b.*no memory"):
+                stores[0].push(keys, tensors)
+            (there,) = [each for each in backend._weights._values.values() if each.device.is_gpu]
+            assert (there.store.count, there.steps.max()) == (0, -1)
+    outs = [[np.empty(1000, np.float32) for _ in keys] for _ in stores]
+    for each, values_of_push, out in zip(stores, (tensors, given), outs, strict=True):
+        each.push(keys, values_of_push)
+        each.pull(keys, out=out)
+    assert np.array_equal(*outs)
+
+
+def test_another_learning_rate_leaves_values_on_the_gpu_beside_one_that_was_never_updated(torch: Torch) -> None:
+    with kvstore.create("device") as kv:
+        kv.init(["a", "frozen"], [np.ones(10, np.float32), np.ones(10, np.float16)])
+        kv.push(["a", "frozen"], [torch.tensor(np.ones(10, np.float32)), torch.tensor(np.ones(10, np.float16))])
+        kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+        kv.push("a", torch.tensor(np.ones(10, np.float32)))
+        backend: Any = kv._backend
+        kv.set_learning_rate(0.2)
+        assert backend._weights.kept["a"].values.device.is_gpu
 
 
 def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
