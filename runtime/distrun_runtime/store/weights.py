@@ -43,8 +43,8 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS, PLANS = 4096, 64
-"""What was found out for so many calls is kept, and for so many layouts of the sums of each."""
+CALLS, CALLED_KEYS, PLANS = 4096, 1 << 16, 64
+"""What was found out is kept for so many calls, of so many keys in all, and for so many layouts of the sums of each."""
 
 
 class Stored(NamedTuple):
@@ -152,8 +152,11 @@ class Weights:
         self._host = host
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
-        self._calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
+        self.calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together; the call
+        that was used longest ago first. Another object once arrays have moved, or have other states."""
+        self._called_keys = 0
+        """Of all these calls."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
@@ -223,7 +226,10 @@ class Weights:
             there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self._calls = {}
+        self.calls = {}
+
+    def _to_host(self) -> None:
+        self._move(self._new(self._host), [each.record for each in self.kept.values()])
 
     # Updates
 
@@ -235,7 +241,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        alone, together = self._calls.get(keys) or self._planned(keys)
+        self.calls[keys] = alone, together = self.calls.pop(keys) if keys in self.calls else self._planned(keys)
         for at in alone:
             self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
         for each in together:
@@ -263,7 +269,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
-        """Return what `_calls` keeps of a call."""
+        """Return what `calls` keeps of a call, and make room for it."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -274,9 +280,11 @@ class Weights:
             else:
                 groups.setdefault((values.device, code), []).append(at)
         together = [_Together(code, its, every) for (_, code), its in groups.items()]
-        if len(self._calls) >= CALLS:
-            self._calls.clear()
-        self._calls[keys] = alone, together
+        self._called_keys = len(keys.keys) + (self._called_keys if self.calls else 0)
+        while self.calls and (len(self.calls) >= CALLS or self._called_keys > CALLED_KEYS):
+            oldest = next(iter(self.calls))
+            self._called_keys -= len(oldest.keys)
+            del self.calls[oldest]
         return alone, together
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
@@ -341,6 +349,8 @@ class Weights:
 
     def set_updater(self, updater: Updater | None) -> None:
         """Put a function, or nothing, in place of what is there."""
+        if updater is not None and any(device.is_gpu for device in self._values):
+            self._to_host()  # first, as nothing but this may fail
         self.install(None, None)
         if updater is not None:
             self.install(None, rules.UpdaterRule(updater, {}))
@@ -368,9 +378,9 @@ class Weights:
             anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
             on_gpus = [each for each in every if each.device.is_gpu]
             if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
-                self._move(self._new(self._host), [each.record for each in self.kept.values()])
+                self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self._calls = {}
+                self.calls = {}
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -393,11 +403,11 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
-        self._calls = {}
+        self.calls = {}
 
     def clear(self) -> None:
         """Forget everything."""
-        self.kept, self._values, self._calls, self.spec, self.rule = {}, {}, {}, None, None
+        self.kept, self._values, self.calls, self.spec, self.rule = {}, {}, {}, None, None
 
 
 class PlannedUpdate:
@@ -410,7 +420,7 @@ class PlannedUpdate:
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn, counts_of
 
-        self._weights, self._layout, self._rule = weights, weights._calls, weights.rule
+        self._weights, self._layout, self._rule = weights, weights.calls, weights.rule
         stored = [weights.kept[key] for key in keys.keys]
         self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
         self._states: list[Any] = []
@@ -444,7 +454,7 @@ class PlannedUpdate:
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights._calls is not self._layout or self._weights.rule is not self._rule:
+        if self._weights.calls is not self._layout or self._weights.rule is not self._rule:
             return False
         return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
 

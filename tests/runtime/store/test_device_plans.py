@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,6 +403,33 @@ def test_another_learning_rate_leaves_values_on_the_gpu_beside_one_that_was_neve
         backend: Any = kv._backend
         kv.set_learning_rate(0.2)
         assert backend._weights.kept["a"].values.device.is_gpu
+
+
+def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torch: Torch) -> None:
+    pair = Pair(torch, rule="sgd")
+    for _ in range(3):
+        pair.push(2)
+    backend: Any = pair.stores[0]._backend
+    on_gpu = weakref.ref(backend._weights.kept["k0"].values)
+    pair.stores[0].set_optimizer("lamb", learning_rate=0.1, replace=True)
+    gc.collect()
+    assert on_gpu() is None
+
+
+def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KVError("no memory")
+
+    pair = Pair(torch, rule="adam")
+    pair.push(2)
+    with monkeypatch.context() as patch, pytest.raises(KVError, match="no memory"):
+        patch.setattr(Values, "set_state", fail)
+        pair.stores[0].set_updater(lambda *_: None)
+    for _ in range(2):
+        pair.push(2)
+        pair.pull()
 
 
 def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
