@@ -432,6 +432,19 @@ def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(
         pair.pull()
 
 
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_tensors_that_come_in_turn_are_planned_once_each(machine: Machine, torch: Torch, rule: str) -> None:
+    pair = Pair(torch, rule=rule)
+    both, counts = [pair.tensors(2), pair.tensors(2)], []
+    for turn in range(8):
+        pair.given = both[turn % 2]
+        numbers = pair.fill(2)
+        counts.append(calls_of(machine, lambda: pair.stores[0].push(pair.keys, pair.given)))
+        pair.stores[1].push(pair.keys, numbers)
+        pair.pull()
+    assert counts[-4:] == [5] * 4
+
+
 def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
     class Parameter(GpuTensor):
         """torch.nn.Parameter."""
