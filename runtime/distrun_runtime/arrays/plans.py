@@ -7,8 +7,8 @@ again reads what it was given by a few passes in C over the whole list, compares
     plans.call(keys, given, outs, work)      True: it is done, as far as the GPU has been given all of it
                                              False: it has no plan; look at the arrays one by one
 
-Whatever is unusual has no plan: other libraries, host memory, several GPUs, arrays that are not contiguous, outputs
-that share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
+Whatever is unusual has no plan: other libraries, or both, host memory, several GPUs, arrays that are not contiguous,
+outputs that share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
 
 The order with the program's work is that of `gpu_devices`: ours comes after what is queued on the library's current
 stream and before what will be. One list keeps the program's arrays until our work on them is over.
@@ -180,8 +180,8 @@ class Plans:
         """
         try:
             read = [each for each in (given, outs) if each is not None]
-            found = [each for each in map(self._given, read) if each is not None]
-            if len(found) < len(read):
+            found = [each for each in map(self._given, repeat(keys), read) if each is not None]
+            if len(found) < len(read) or len({each.library.name for each in found}) > 1:
                 return False
             name = (keys, given is None, *[each.addresses for each in found])
             plan = self._plans.get(name)
@@ -196,10 +196,10 @@ class Plans:
         except _REFUSALS:
             return False
         try:
+            stream = foreign.current_stream(found[0].library.name, layouts[0].device)
             if plan is None or not plan.work.is_valid():
                 plan = self._planned(keys, layouts, found, given is not None, planned)
                 self._keep(name, plan)
-            stream = None if plan is None else foreign.current_stream(found[0].library.name, plan.device.physical)
         except KVError:  # it captures a CUDA graph, or a GPU has failed
             return False
         if plan is None or stream is None:
@@ -218,20 +218,22 @@ class Plans:
         finally:
             keeper.keep_until(self._order.end_before(queue, caller), arrays)
 
-    def _given(self, some: Sequence[Any]) -> _Given | None:
-        of_each, kinds = 1, set(map(type, some))
-        if kinds <= {list, tuple}:
-            of_each = len(some[0]) if some else 0
-            if set(map(len, some)) != {of_each}:
-                return None
-            some = list(chain.from_iterable(some))
-        if not some:
+    def _given(self, keys: KeyShapes, some: Sequence[Any]) -> _Given | None:
+        of_each, arrays = 1, tuple(some)  # not the program's list, which it may change
+        if len(arrays) != len(keys.shapes):
             return None
-        kind = type(some[0])
+        if set(map(type, arrays)) <= {list, tuple}:
+            of_each = len(arrays[0]) if arrays else 0
+            if set(map(len, arrays)) != {of_each}:
+                return None
+            arrays = tuple(chain.from_iterable(arrays))
+        if not arrays:
+            return None
+        kind = type(arrays[0])
         if kind not in self._libraries:
             self._libraries[kind] = _library(kind)
         library = self._libraries[kind]
-        return None if library is None else _Given(some, of_each, library, tuple(map(library.address, some)))
+        return None if library is None else _Given(arrays, of_each, library, tuple(map(library.address, arrays)))
 
     # New ones
 

@@ -308,6 +308,11 @@ class GpuSteps:
             for alike in some:
                 alike.updates += 1
 
+    def skip(self, updates: int) -> None:
+        """Take so many updates of each weight for made: something else has made them."""
+        for alike in self._alike.values():
+            alike.updates += updates
+
     def count(self) -> None:
         """Say in the states how many updates the weights have had."""
         for alike in self._alike.values():

@@ -447,11 +447,12 @@ def _update(
     values.gather(shards)
     steps: list[tuple[Array, update.WeightStep]] = []
     sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
+    sides: list[tuple[Array, int]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
         target = arena.view(piece.begin, piece.end, side)
         if values.rule is None:
             sums.append((addends, target))
-            values.side[here] = side
+            sides.append((here, side))
             continue
         present = int(values.side[here[0]])
         if side != present:
@@ -462,7 +463,7 @@ def _update(
             step_all(values, steps)
             steps = []
     if sums:
-        values.device.sums(sums)
+        values.write_sums(sums, sides)
     step_all(values, steps)
 
 

@@ -350,11 +350,11 @@ class WorkEngine:
     def _write(self, values: Values, batch: role.Batch) -> None:
         for code, given in arithmetic.given_by(values, batch):
             arena = values.arenas[code]
-            sums = []
+            sums, sides = [], []
             for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
                 sums.append((parts, arena.view(piece.begin, piece.end, side)))
-                values.side[shards] = side
-            values.device.sums(sums)
+                sides.append((shards, side))
+            values.write_sums(sums, sides)
 
     def _try_fill(self, what: role.TryFill) -> None:
         message = what.message

@@ -338,7 +338,9 @@ class Values:
         for code, arena in self.arenas.items():
             arena.take_back(extent.get(code, (0, 0)))
         known = shards[shards < len(self.at)]
-        self.at[known], self.side[known] = 0, 0
+        self.at[known], self.side[known], self.steps[known] = 0, 0, -1
+        for shard in known.tolist():
+            self.state.pop(shard, None)
 
     def side_of(self, of: ShardSet) -> int:
         """Return the side that has the present values of all these shards; -1: they are on several."""
@@ -459,6 +461,14 @@ class Values:
             at = end
 
     # Sums
+
+    def write_sums(
+        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array, int]]
+    ) -> None:
+        """Write sums, which are the values of shards from then on; `sides`: where these are."""
+        self.device.sums(sums)
+        for shards, side in sides:
+            self.side[shards] = side
 
     def round_of(self, number: int) -> Round:
         """Return the sums of a round."""
@@ -630,12 +640,13 @@ class Values:
         assert self.rule is not None
         if rule.name != self.rule.name or self.state or self.store.row_size[: self.store.count].any():
             return False
-        is_stepped = bool((self.steps >= 0).any())
+        stepped = set(self.store.dtype[np.flatnonzero(self.steps >= 0)].tolist())
         for code in self.arenas:
             if not self.is_flat(code) or not update.is_flat(rule, DTYPES[code]):
                 return False
-            state = rule.new_state(np.zeros((1,), DTYPES[code]))
-            if is_stepped and {"updates", *self.flat_state.get(code, {})} != set(state):
+            state, present = rule.new_state(np.zeros((1,), DTYPES[code])), self.flat_state.get(code, {})
+            # Arenas may be there though no shard was stepped: older states were restored.
+            if (present or code in stepped) and {"updates", *present} != set(state):
                 return False
         return True
 

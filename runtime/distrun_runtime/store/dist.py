@@ -490,6 +490,7 @@ class DistBackend(StoreBackend):
     def steady(
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
     ) -> Pending | None:
+        self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
         held = [self._lock]

@@ -119,6 +119,10 @@ class LocalBackend(StoreBackend):
                 if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
                     return False
             except KVError as err:
+                from distrun_runtime.arrays.cuda import CudaError
+
+                if isinstance(err, CudaError):
+                    raise err.about(keys.named)
                 raise KVError(f"{keys.named}: {err}") from err
             if given is not None:
                 self._note_push(keys, keys.size_bytes)
@@ -178,16 +182,27 @@ class LocalBackend(StoreBackend):
 
     # What a push does
 
-    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock while a rule is changed; plans of arrays that are then of no use do not keep their memory."""
         with self._open():
+            before = self._weights.calls
+            try:
+                yield
+            finally:
+                if self._weights.calls is not before:
+                    self._plans = None
+
+    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
+        with self._changing():
             self._weights.set_rule(spec, replace)
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
-        with self._open():
+        with self._changing():
             self._weights.change_rule(change)
 
     def set_updater(self, updater: Updater | None) -> None:
-        with self._open():
+        with self._changing():
             self._weights.set_updater(updater)
 
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -42,8 +43,8 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS, PLANS = 4096, 64
-"""What was found out for so many calls is kept, and for so many layouts of the sums of each."""
+CALLS, CALLED_KEYS, PLANS = 4096, 1 << 16, 64
+"""What was found out is kept for so many calls, of so many keys in all, and for so many layouts of the sums of each."""
 
 
 class Stored(NamedTuple):
@@ -96,7 +97,8 @@ class _Together:
         """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
         values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
         shards = self._shards[first:last]
-        planned, counts = self._steps.get((first, last, sizes), ([], b""))
+        # Kept again when all steps are made: one that was interrupted has other counts than the shards.
+        planned, counts = self._steps.pop((first, last, sizes), ([], b""))
         if values.steps[shards].tobytes() != counts:
             if len(self._steps) >= PLANS:
                 self._steps.clear()
@@ -150,8 +152,11 @@ class Weights:
         self._host = host
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
-        self._calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
+        self.calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together; the call
+        that was used longest ago first. Another object once arrays have moved, or have other states."""
+        self._called_keys = 0
+        """Of all these calls."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
@@ -167,9 +172,9 @@ class Weights:
         """
         if self.rule is not None:
             rules.check_keys(self.rule, ((record.key, record.dtype) for record, _ in items))
-        new = self._enter(self._on(self._host), [record for record, _ in items])
-        for each, (_, value) in zip(new, items, strict=True):
-            copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
+        with self._entering(self._on(self._host), [record for record, _ in items]) as new:
+            for each, (_, value) in zip(new, items, strict=True):
+                copy(value.to_dense() if isinstance(value, RowSparse) else value, each.array)
         self.kept.update((each.record.key, each) for each in new)
 
     def assign(self, key: Key, value: Array) -> None:
@@ -189,15 +194,16 @@ class Weights:
         values.set_rule(self.rule, self.spec or UPDATER)
         return values
 
-    def _enter(self, values: Values, records: Sequence[KeyRecord]) -> list[Stored]:
-        """Return new values of undefined content, next to each other."""
+    @contextmanager
+    def _entering(self, values: Values, records: Sequence[KeyRecord]) -> Iterator[list[Stored]]:
+        """Give new values of undefined content, next to each other; they go if they cannot be filled."""
         table, before = values.store, values.extent()
         table.names.update((number, record.key) for number, record in enumerate(records, table.count))
         shards = table.add(record.whole(number) for number, record in enumerate(records, table.count))
         try:
             for code, its, _ in values.codes(shards):
                 values.place(its, code)
-            return [
+            yield [
                 Stored(record, values, shard, values.weight(shard).reshape(record.shape))
                 for record, shard in zip(records, shards.tolist(), strict=True)
             ]
@@ -210,17 +216,20 @@ class Weights:
         """Let values and their states be among others: all of them, or none if that fails."""
         old = [self.kept[record.key] for record in records]
         try:
-            new = self._enter(values, records)
-            for there, here in zip(old, new, strict=True):
-                copy(there.array, here.array)
-                values.set_state(here.shard, there.values.state_of(there.shard))
+            with self._entering(values, records) as new:
+                for there, here in zip(old, new, strict=True):
+                    copy(there.array, here.array)
+                    values.set_state(here.shard, there.values.state_of(there.shard))
         except KVError as err:
             raise KVError(f"{named(record.key for record in records)}: {err}") from err
         for there, here in zip(old, new, strict=True):
             there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self._calls = {}
+        self.calls = {}
+
+    def _to_host(self) -> None:
+        self._move(self._new(self._host), [each.record for each in self.kept.values()])
 
     # Updates
 
@@ -232,7 +241,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        alone, together = self._calls.get(keys) or self._planned(keys)
+        self.calls[keys] = alone, together = self.calls.pop(keys) if keys in self.calls else self._planned(keys)
         for at in alone:
             self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
         for each in together:
@@ -260,7 +269,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
-        """Return what `_calls` keeps of a call."""
+        """Return what `calls` keeps of a call, and make room for it."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -271,9 +280,11 @@ class Weights:
             else:
                 groups.setdefault((values.device, code), []).append(at)
         together = [_Together(code, its, every) for (_, code), its in groups.items()]
-        if len(self._calls) >= CALLS:
-            self._calls.clear()
-        self._calls[keys] = alone, together
+        self._called_keys = len(keys.keys) + (self._called_keys if self.calls else 0)
+        while self.calls and (len(self.calls) >= CALLS or self._called_keys > CALLED_KEYS):
+            oldest = next(iter(self.calls))
+            self._called_keys -= len(oldest.keys)
+            del self.calls[oldest]
         return alone, together
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
@@ -338,6 +349,8 @@ class Weights:
 
     def set_updater(self, updater: Updater | None) -> None:
         """Put a function, or nothing, in place of what is there."""
+        if updater is not None and any(device.is_gpu for device in self._values):
+            self._to_host()  # first, as nothing but this may fail
         self.install(None, None)
         if updater is not None:
             self.install(None, rules.UpdaterRule(updater, {}))
@@ -365,9 +378,9 @@ class Weights:
             anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
             on_gpus = [each for each in every if each.device.is_gpu]
             if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
-                self._move(self._new(self._host), [each.record for each in self.kept.values()])
+                self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self._calls = {}
+                self.calls = {}
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -390,10 +403,11 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
+        self.calls = {}
 
     def clear(self) -> None:
         """Forget everything."""
-        self.kept, self._values, self._calls, self.spec, self.rule = {}, {}, {}, None, None
+        self.kept, self._values, self.calls, self.spec, self.rule = {}, {}, {}, None, None
 
 
 class PlannedUpdate:
@@ -406,7 +420,7 @@ class PlannedUpdate:
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn, counts_of
 
-        self._weights, self._layout, self._rule = weights, weights._calls, weights.rule
+        self._weights, self._layout, self._rule = weights, weights.calls, weights.rule
         stored = [weights.kept[key] for key in keys.keys]
         self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
         self._states: list[Any] = []
@@ -440,9 +454,16 @@ class PlannedUpdate:
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights._calls is not self._layout or self._weights.rule is not self._rule:
+        if self._weights.calls is not self._layout or self._weights.rule is not self._rule:
             return False
-        return self._steps is None or bool((self._values.steps[self._shards] == self._updates).all())
+        if self._steps is not None:
+            ahead = self._values.steps[self._shards] - self._updates
+            if (ahead != ahead[0]).any():
+                return False
+            if ahead[0]:  # steps of other calls of the same keys
+                self._steps.skip(int(ahead[0]))
+                self._updates += ahead
+        return True
 
     def run(self) -> None:
         """Launch all of it."""

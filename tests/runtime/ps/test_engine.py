@@ -12,6 +12,7 @@ from gated_rules import Gate
 from history_server import Piece, data, raw
 
 from distrun_runtime.arrays import device as devices
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind
@@ -132,6 +133,27 @@ def test_a_reply_keeps_its_values_while_the_next_round_is_applied(bench: Callabl
     assert done[2] is not None
     assert values(done[2].value) == [7, 7]
     one.engine.sent(done[2].value.lent, None)
+
+
+@pytest.mark.parametrize("how", ["a round", "an assignment"])
+def test_a_value_that_a_reply_reads_is_the_same_after_an_update_of_it_has_failed(
+    bench: Callable[..., Bench], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KVError("the device has failed")
+
+    one = bench()
+    one.take(one.engine.do(one.apply(1, is_much=False, value=7)))
+    lend, deliver = one.ask(1, 1)
+    one.take(one.engine.do(lend))
+    work = one.apply(2, is_much=False, value=8)
+    assert work.last is not None
+    with monkeypatch.context() as patch, pytest.raises(KVError, match="has failed"):
+        patch.setattr(type(one.engine._device), "sums", fail)
+        one.take(one.engine.do(work if how == "a round" else role.Assign(work.last)))
+    for each in one.ask(2, 1):
+        second = one.take(one.engine.do(each))
+    assert values(one.take(one.engine.do(deliver))) == values(second) == [7, 7]
 
 
 def test_the_loop_is_woken_once_for_results_that_it_has_not_taken(bench: Callable[..., Bench]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +22,11 @@ from peers import python_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes, plans
+from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
+from distrun_runtime.ps.values import Values
 
 SHAPES = [(7, 3), (300,), (1,), (), (64, 2)]
 RULES: dict[str, dict[str, Any]] = {
@@ -350,11 +356,93 @@ def test_a_kernel_that_cannot_be_launched_is_told_with_the_keys_and_the_store_go
         pair.pull()
     numbers = pair.fill(2)
     machine.standin.fail("launch", code=1)
-    with pytest.raises(KVError, match=r"k0.* failed: cudaErrorInvalidValue"):
+    with pytest.raises(CudaError, match=r"k0.* failed: cudaErrorInvalidValue"):
         pair.stores[0].push(pair.keys, pair.given)
     pair.stores[0].push(pair.keys, pair.given)
     pair.stores[1].push(pair.keys, numbers)
     pair.pull()
+
+
+def test_a_move_to_a_gpu_that_fails_leaves_nothing_there(
+    machine: Machine, torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, stores = ["a", "b"], [kvstore.create("device"), kvstore.create("local")]
+    given = [np.ones(1000, np.float32)] * 2
+    for each in stores:
+        each.init(keys, given)
+        each.set_optimizer("adam", learning_rate=0.1)
+        each.push(keys, given)
+    tensors, set_state = [torch.tensor(each) for each in given], Values.set_state
+    backend: Any = stores[0]._backend
+
+    def fail(of: Values, shard: int, state: Any) -> None:
+        set_state(of, shard, state)
+        if of.device.is_gpu and shard:
+            raise KVError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Values, "set_state", fail)
+        for _ in range(3):
+            with pytest.raises(KVError, match=r"a.*b.*no memory"):
+                stores[0].push(keys, tensors)
+            (there,) = [each for each in backend._weights._values.values() if each.device.is_gpu]
+            assert (there.store.count, there.steps.max()) == (0, -1)
+    outs = [[np.empty(1000, np.float32) for _ in keys] for _ in stores]
+    for each, values_of_push, out in zip(stores, (tensors, given), outs, strict=True):
+        each.push(keys, values_of_push)
+        each.pull(keys, out=out)
+    assert np.array_equal(*outs)
+
+
+def test_another_learning_rate_leaves_values_on_the_gpu_beside_one_that_was_never_updated(torch: Torch) -> None:
+    with kvstore.create("device") as kv:
+        kv.init(["a", "frozen"], [np.ones(10, np.float32), np.ones(10, np.float16)])
+        kv.push(["a", "frozen"], [torch.tensor(np.ones(10, np.float32)), torch.tensor(np.ones(10, np.float16))])
+        kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+        kv.push("a", torch.tensor(np.ones(10, np.float32)))
+        backend: Any = kv._backend
+        kv.set_learning_rate(0.2)
+        assert backend._weights.kept["a"].values.device.is_gpu
+
+
+def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torch: Torch) -> None:
+    pair = Pair(torch, rule="sgd")
+    for _ in range(3):
+        pair.push(2)
+    backend: Any = pair.stores[0]._backend
+    on_gpu = weakref.ref(backend._weights.kept["k0"].values)
+    pair.stores[0].set_optimizer("lamb", learning_rate=0.1, replace=True)
+    gc.collect()
+    assert on_gpu() is None
+
+
+def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KVError("no memory")
+
+    pair = Pair(torch, rule="adam")
+    pair.push(2)
+    with monkeypatch.context() as patch, pytest.raises(KVError, match="no memory"):
+        patch.setattr(Values, "set_state", fail)
+        pair.stores[0].set_updater(lambda *_: None)
+    for _ in range(2):
+        pair.push(2)
+        pair.pull()
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_tensors_that_come_in_turn_are_planned_once_each(machine: Machine, torch: Torch, rule: str) -> None:
+    pair = Pair(torch, rule=rule)
+    both, counts = [pair.tensors(2), pair.tensors(2)], []
+    for turn in range(8):
+        pair.given = both[turn % 2]
+        numbers = pair.fill(2)
+        counts.append(calls_of(machine, lambda: pair.stores[0].push(pair.keys, pair.given)))
+        pair.stores[1].push(pair.keys, numbers)
+        pair.pull()
+    assert counts[-4:] == [5] * 4
 
 
 def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
@@ -368,6 +456,79 @@ def test_lists_of_parameters_and_tensors_are_read_alike(torch: Torch) -> None:
     for _ in range(3):
         pair.push(2)
         pair.pull()
+
+
+@SEEDS
+def test_arrays_of_two_libraries_are_ordered_after_both_their_streams(
+    machine: Machine, torch: Torch, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ndarray:
+        """cupy.ndarray, of a tensor's memory."""
+
+        def __init__(self, tensor: GpuTensor) -> None:
+            self.shape, self.dtype, self.strides = tensor.shape, tensor.kind, (tensor.kind.itemsize,)
+            self.data = SimpleNamespace(ptr=tensor.data_ptr(), mem=tensor)
+            self.device, self.flags = SimpleNamespace(id=0), SimpleNamespace(c_contiguous=True)
+
+    ndarray.__module__ = "cupy"
+    usual, side = torch.cuda.current_stream(0), torch.new_stream(0)
+    stream = SimpleNamespace(ptr=usual.cuda_stream, is_capturing=lambda: False)
+    runtime = SimpleNamespace(is_hip=False)
+    cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda device: stream)
+    with kvstore.create("device") as kv:
+        kv.init("w", np.zeros(1000, np.float32))
+        gradient = torch.tensor(np.ones(1000, np.float32))
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=ndarray, cuda=cuda))
+        with torch.stream(side):
+            out = torch.tensor(np.zeros(1000, np.float32))
+        for turn in range(8):
+            gradient.set(np.full(1000, turn, np.float32))
+            with torch.stream(side):
+                kv.pushpull("w", ndarray(gradient), out=out)
+                assert set(out.get().tolist()) == {turn}
+
+
+@SEEDS
+def test_a_list_that_the_program_changes_after_a_call_leaves_the_tensors_kept(torch: Torch, seed: int) -> None:
+    pair, other, given = Pair(torch, rule="sgd"), torch.new_stream(0), list[GpuTensor]()
+    for _ in range(6):
+        numbers = pair.fill(1, is_fresh=True)
+        given[:], pair.given = [each for some in pair.given for each in some], []
+        other.wait_stream(torch.cuda.current_stream(0))
+        with torch.stream(other):  # not the one on which the memory is used again
+            pair.stores[0].push(pair.keys, given)
+        given.clear()
+        pair.stores[1].push(pair.keys, numbers)
+        pair.fill(2, is_fresh=True)
+        torch.cuda.current_stream(0).wait_stream(other)
+        pair.pull()
+
+
+def test_the_same_tensors_in_lists_of_another_form_are_refused(torch: Torch) -> None:
+    with kvstore.create("device") as kv:
+        kv.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        given = [torch.tensor(np.ones(3, np.float32)) for _ in range(4)]
+        for _ in range(3):
+            kv.push(["a", "b"], [given[:2], given[2:]])
+        for other in ([given], [[each] for each in given], given):
+            with pytest.raises(KVError, match=f"2 keys, but {len(other)}"):
+                kv.push(["a", "b"], other)
+
+
+def test_a_call_while_a_graph_is_captured_calls_no_driver(machine: Machine, torch: Torch) -> None:
+    pair = Pair(torch)
+    for _ in range(2):
+        pair.push(2)
+        pair.pull()
+    fresh = pair.tensors(2)
+    torch.capturing.add(0)
+
+    def refused() -> None:
+        with pytest.raises(KVError, match="capturing"):
+            pair.stores[0].push(pair.keys, fresh)
+
+    assert calls_of(machine, refused) == 0
+    torch.capturing.clear()
 
 
 READS = """

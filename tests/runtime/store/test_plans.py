@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import textwrap
 import threading
 from collections.abc import Callable
@@ -398,18 +399,32 @@ def test_two_threads_that_call_at_once_in_opposite_orders_get_their_own_values()
     assert run_job(script, 2, 1, over="direct") == [[{2.0}, {20.0}]] * 2
 
 
-def test_a_forked_child_makes_no_steady_call() -> None:
+def test_a_forked_child_makes_no_steady_call_though_another_thread_was_in_one() -> None:
     def script(kv: KVStore) -> int:
         kv.init("w", full(0))
         pushed_and_pulled(kv, "w")
+        backend: Any = kv._backend
+        is_held, is_over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with backend._lock:
+                is_held.set()
+                is_over.wait(60)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        is_held.wait(60)
         child = os.fork()
         if child == 0:
+            signal.alarm(10)
             try:
                 kv.pushpull("w", full(1))
             except StoreClosed:
                 os._exit(7)
             finally:
                 os._exit(1)
+        is_over.set()
+        other.join()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert run_job(script, 1, 1, over="direct") == [7]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,15 +140,74 @@ def test_a_rule_that_becomes_a_kernel_steps_over_any_run_of_elements(name: str) 
     assert fuse.why_not(rule) or all(update.is_flat(rule, dtypes.parse(dtype)) for dtype in DTYPES)
 
 
-def test_calls_whose_keys_are_given_anew_each_time_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "CALLS", 5)
+def interrupted_after(calls: int, work: Callable[..., object]) -> Callable[..., object]:
+    """Return the function with Ctrl-C in the call after so many."""
+    left = itertools.count(calls, -1)
+
+    def call(*given: Any, **options: Any) -> object:
+        if not next(left):
+            raise KeyboardInterrupt
+        return work(*given, **options)
+
+    return call
+
+
+def test_states_that_are_loaded_after_an_interrupted_step_are_stepped_as_in_a_new_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, size = ["a", "b"], weights.JOINED_ELEMENTS
+    given, results = [np.ones(size, np.float32)] * 2, []
+    for is_interrupted in (True, False):
+        with kvstore.create("local") as kv:
+            kv.init(keys, [np.zeros(size, np.float32)] * 2)
+            if is_interrupted:
+                kv.set_optimizer("adam", learning_rate=0.1)
+                kv.set_multipliers({"a": 1.0, "b": 0.5}, {})
+                kv.push(keys, given)
+                kv.push(keys, given)
+                kv.save_states(tmp_path)
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(update, "step", interrupted_after(1, update.step))
+                    kv.push(keys, given)
+            kv.load_states(tmp_path)
+            kv.push(keys, given)
+            outs = [np.empty(size, np.float32) for _ in keys]
+            kv.pull(keys, outs)
+            results.append([out.tobytes() for out in outs])
+    assert results[0] == results[1]
+
+
+def test_a_rule_without_momentum_forgets_that_of_states_that_were_replaced(tmp_path: Path) -> None:
+    with kvstore.create("local") as kv:
+        kv.init("a", np.zeros(3, np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        kv.save_states(tmp_path / "first")
+        kv.push("a", np.ones(3, np.float32))
+        kv.load_states(tmp_path / "first")
+        for momentum in (0.0, 0.5):  # of the step that was undone nothing comes back
+            kv.set_optimizer("sgd", learning_rate=1.0, momentum=momentum, replace=True)
+            kv.push("a", np.ones(3, np.float32))
+        out = np.empty(3, np.float32)
+        kv.pull("a", out)
+        assert out.tolist() == [-2.0] * 3
+
+
+@pytest.mark.parametrize(("limit", "most"), [("CALLS", 5), ("CALLED_KEYS", 10)])
+def test_calls_whose_keys_are_given_anew_each_time_take_no_more_memory(
+    limit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, limit, most)
     with kvstore.create("local") as kv:
         kv.init([0, 1], [np.zeros(3), np.zeros(3)])
         kv.set_optimizer("test")
-        for _ in range(20):
-            kv.push([np.int64(0), 1], [np.ones(3), np.ones(3)])  # not of the kind that the store keeps
         backend: Any = kv._backend
-        assert len(backend._weights._calls) <= 5
+        kv.push([1, 0], [np.zeros(3), np.zeros(3)])
+        (usual,) = backend._weights.calls
+        for _ in range(20):
+            kv.push([1, 0], [np.zeros(3), np.zeros(3)])
+            kv.push([np.int64(0), 1], [np.ones(3), np.ones(3)])  # not of the kind that the store keeps
+        assert len(backend._weights.calls) == 5
+        assert usual in backend._weights.calls
         out = np.zeros(3)
         kv.pull(0, out)
         assert out.tolist() == [20.0] * 3
