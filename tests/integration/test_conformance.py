@@ -84,6 +84,7 @@ BLOCKED = """
     kv = kvstore.create("dist_sync")
     kv.init("w", np.zeros(4, "float32"))
     kv.push("w", np.ones(4, "float32")) if kv.rank == 0 else None
+    kv.barrier()
     print("ready as rank %d of process %d" % (kv.rank, os.getpid()), flush=True)
     if kv.rank == 0:
         kv.pull("w", np.zeros(4, "float32"))

@@ -76,6 +76,7 @@ KILLED = """
         time.sleep(60)
     pair = kvstore.create("dist_sync", group="pair", members=[0, 1])
     pair.init("w", np.zeros(2))
+    print("init", flush=True)
     if me == 1:
         try:
             late.push("w", np.ones(2))
@@ -124,6 +125,7 @@ def test_a_worker_that_is_killed_ends_only_the_groups_that_it_shares_where_nothi
         for rank in range(3):
             job.start("worker", script, DMLC_RANK=str(rank))
         job.until("worker-2", "ready")
+        job.until("worker-0", "init")
         job.processes["worker-2"].kill()
         assert job.wait("worker-0", "worker-1", "server-0", "scheduler-0") == [0, 0, 1, 1], job.report()
         lost = re.search(r"lost: worker-\d: .*worker-\d@.* is lost: .*", job.out("worker-1"))

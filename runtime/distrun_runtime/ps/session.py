@@ -261,6 +261,7 @@ class NodeSession:
             entries_of, members: as in `worker.Ask`.
         """
         self.check()
+        self._give_away_turn()
         self._calls += 1
         request = Request(what, _LIMIT, self._waits)
 
@@ -309,15 +310,22 @@ class NodeSession:
         """
         self.check()
         turn, is_measured = self._turn, self.stages.is_on or self.recorder.is_on or self._trace.has_messages
-        if turn is not None and not is_measured and threading.get_ident() != self._thread.ident and not turn.is_wanted:
+        me = threading.get_ident()
+        if turn is not None and not is_measured and me != self._thread.ident and not turn.is_wanted:
+            if turn.owner == me:
+                self._give_away_turn()
             turn.want()  # Another thread may wait for answers. This one would only make it longer.
             with turn.lock:
-                turn.begin()
-                exchange = self._reserve(sends)
-                if exchange is not None:
-                    self._calls += 1
-                    exchange.as_request, exchange.tell = as_request, begun
-                    return self._carry_out(exchange, sent, waits)
+                turn.owner, turn.is_waiting = me, False
+                try:
+                    turn.begin()
+                    exchange = self._reserve(sends)
+                    if exchange is not None:
+                        self._calls += 1
+                        exchange.as_request, exchange.tell = as_request, begun
+                        return self._carry_out(exchange, sent, waits)
+                finally:
+                    turn.owner = 0
         request = self.ask(*as_request())
         begun(request)
         sent()
@@ -343,18 +351,40 @@ class NodeSession:
             KeyboardInterrupt: as `exchange`.
         """
         self.check()
-        assert self._turn is not None
-        self._turn.want()
-        with self._turn.lock:
-            self._turn.begin()
-            if self._exchange is exchange:
-                try:
+        turn, me = self._turn, threading.get_ident()
+        assert turn is not None
+        self._give_away_turn()
+        turn.want()
+        with turn.lock:
+            turn.owner, turn.is_waiting = me, False
+            try:
+                turn.begin()
+                if self._exchange is exchange:
                     return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
-                except BaseException:
-                    self._leave(exchange)
-                    raise
+            except BaseException:
+                self._leave(exchange)
+                raise
+            finally:
+                turn.owner = 0
         assert exchange.ask is not None
         return exchange.ask.request
+
+    def _give_away_turn(self) -> None:
+        """Where a signal handler uses a store while its own thread waits for answers: let the node's thread go on.
+
+        Raises:
+            KVError: that thread did not wait: it was in the middle of sending or receiving.
+        """
+        turn = self._turn
+        if turn is None or turn.owner != threading.get_ident() or not turn.lock.locked():
+            return
+        if not turn.is_waiting or self._exchange is None:
+            raise KVError(
+                "a signal handler used a store while its thread was sending or receiving for one;"
+                " fix: set a flag in the handler, and look at it in the script between two calls"
+            )
+        self._hand_over(self._exchange)
+        turn.give_away()
 
     def _carry_out(
         self, exchange: CallUnderWay, sent: Callable[[], object], waits: bool
@@ -392,7 +422,7 @@ class NodeSession:
 
     def _leave(self, exchange: CallUnderWay) -> None:
         """Have the node's thread go on with what was interrupted, unless it does already or nothing is left to do."""
-        if exchange.ask is None and not exchange.is_done:
+        if self._exchange is exchange and not exchange.is_done:
             self._hand_over(exchange)
 
     def _answers(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | None:
@@ -413,11 +443,15 @@ class NodeSession:
                 return None
 
     def _hand_over(self, exchange: CallUnderWay) -> Request:
+        if exchange.ask is not None:  # A signal handler did, or this is what follows an interruption.
+            return exchange.ask.request
         asked = exchange.as_request()
         request = Request(asked.what, _LIMIT, self._waits)
         exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)
         exchange.tell(request)
         self._transport.wake()
+        if self._is_closed or not self._thread.is_alive():
+            request.resolve((), self._dead())
         return request
 
     def _take_over(self) -> Adopted | None:
@@ -429,8 +463,7 @@ class NodeSession:
         if left.is_done:
             self._direct.give_back(left.links, drops=True)
             return None
-        if left.ask is None:  # `finish` was not called yet, or a call was interrupted twice.
-            self._hand_over(left)
+        self._hand_over(left)  # `finish` was not called yet, or a call was interrupted twice.
         sent, ask = left.begun, left.ask
         assert ask is not None
         if sent and not self._direct.was_sent(left.sends[sent - 1].link, left.sends[sent - 1].frames[0]):

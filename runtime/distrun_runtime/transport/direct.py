@@ -47,7 +47,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
-from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger, Up
 from distrun_runtime.transport.host_segments import NotShared, check_user
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -62,7 +62,7 @@ UNPROVEN_S = 10.0
 UNPROVEN = 128
 """How many of them are kept; the oldest is closed when one more comes."""
 ENDING_S = 0.5
-"""How long a stream may outlive the ZeroMQ connection: both end with their process, but in any order."""
+"""How long TCP may outlive the ZeroMQ connection: both end with their process, but what was sent may be under way."""
 LOOK_S = 1.0
 """How often these limits are looked at."""
 
@@ -198,7 +198,8 @@ class _DirectStream:
             except BlockingIOError:
                 break
             except OSError:
-                # The end is told by `read`, behind what still arrives.
+                # Part of a message may be lost. Both sides see the end; `read` tells it, behind what still arrives.
+                self._shut()
                 return [*over, *self._drop()]
             if sum(item.counts) >= item.size:
                 over.append(item)
@@ -214,18 +215,18 @@ class _DirectStream:
             try:
                 if long is None and not chunks:
                     chunks.extend(map(self._recv, (CHUNK_BYTES,)))
-                elif long is not None:
-                    long.counts.extend(map(self._recv_into, (long.target[sum(long.counts) :],)))
+                elif long is not None and (left := long.target[sum(long.counts) :]):
+                    long.counts.extend(map(self._recv_into, (left,)))
             except BlockingIOError:
                 return
             except OSError as err:
                 self.end = f"its connection closed: {err.strerror}"
                 return
             if long is not None:
-                if not long.counts[-1]:
-                    self.end = "its connection closed"
-                elif (whole := long.whole()) is not None:
+                if (whole := long.whole()) is not None:
                     self.received = [*messages, whole], b"", [], None
+                elif not long.counts[-1]:
+                    self.end = "its connection closed"
                 elif long.counts[-1] < CHUNK_BYTES:
                     return
                 continue
@@ -285,10 +286,13 @@ class _DirectStream:
 
     def close(self) -> Sequence[Lease]:
         """Close the connection, for children that were forked as well; return the leases that are over."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        self._shut()
         self.connection.close()
         return self._drop()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _drop(self) -> Sequence[Lease]:
         dropped, self.out = self.out, deque()
@@ -308,6 +312,12 @@ class TurnLock:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable if another thread wants the turn. Open as long as a thread may want it."""
         weakref.finalize(self, os.close, self.fd).atexit = False
+        self.owner = 0
+        """Thread of the script that has the turn."""
+        self.is_waiting = False
+        """It waits: a signal handler that runs in it may give the turn away (`give_away`)."""
+        self._is_given_away = False
+        """A `wait` is to end as soon as it goes on."""
         self._is_asked_for = False
 
     def want(self) -> None:
@@ -318,10 +328,32 @@ class TurnLock:
 
     def begin(self) -> None:
         """Forget who wanted the turn before. For the thread that has it, before it looks for what others want."""
-        if self._is_asked_for:
+        if self._is_asked_for and not self._is_given_away:
             self._is_asked_for = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
+
+    def wait(self, poller: select.poll, timeout_s: float) -> list[tuple[int, int]]:
+        """Wait for news of descriptors, for the owner; return none if another thread wants the turn, or has had it."""
+        owner, self.is_waiting = self.owner, True
+        try:
+            news = poller.poll(timeout_s * 1000)
+        finally:
+            self.is_waiting = False
+            if self.owner != owner:
+                self.lock.acquire()
+                self.owner, self._is_given_away, self._is_asked_for, news = owner, False, True, []
+        for fd, _ in news:
+            if fd == self.fd:
+                self._is_asked_for = True  # `want` may have written to it after a `begin` that found nothing.
+                return []
+        return news
+
+    def give_away(self) -> None:
+        """Let others have the turn, until the `wait` in which this thread is goes on. For a signal handler."""
+        self.owner, self._is_given_away = 0, True
+        os.eventfd_write(self.fd, 1)
+        self.lock.release()
 
     def retake(self, is_urgent: bool) -> None:
         """Take the turn back, for the polling thread."""
@@ -331,6 +363,7 @@ class TurnLock:
                 self.want()
             self.lock.acquire()
             self.is_wanted = False
+        self.owner = 0  # An interrupted thread may have left its own.
 
 
 @dataclass
@@ -439,10 +472,10 @@ class DirectTransport:
             elif isinstance(event, Arrived) and event.link in self._open:
                 self._end(event.link, "what it sent came behind its mark")
             elif isinstance(event, Down) and event.link in self._open:
-                # What was sent before may still be under way on the stream.
                 self._inner.disconnect(event.link)
-                self._ending[event.link] = event, time.monotonic() + ENDING_S
-            else:
+                is_tcp = self._open[event.link].connection.family != socket.AF_UNIX
+                self._ending[event.link] = event, time.monotonic() + ENDING_S * is_tcp
+            elif not isinstance(event, Up) or event.link not in self._ending:  # It was closed a moment ago.
                 if isinstance(event, Down):
                     self._forget(event.link)
                 self._events.append(event)
@@ -452,7 +485,10 @@ class DirectTransport:
                 self._sources[fd](mask)
         for link, (down, until) in list(self._ending.items()):
             if time.monotonic() >= until:
-                self._end(link, down.reason)
+                stream = self._open[link]
+                stream.read()
+                stream.end = stream.end or down.reason
+                self._deliver(stream)
         if self._listeners is not None and time.monotonic() >= self._look_at:
             self._look()
         events, self._events = self._events, []
@@ -509,21 +545,18 @@ class DirectTransport:
         Return whether to go on: something has come, and no other thread wants the turn.
         """
         assert self._turn is not None
-        poller = self._pollers.get(self._taken)
+        links, full = self._taken, [link for link in self._taken if self._open[link].out]
+        # A signal handler may wait here, too, while this thread does, and no poller can do both.
+        poller = None if full else self._pollers.pop(links, None)
         if poller is None:
-            poller = self._pollers[self._taken] = select.poll()
+            poller = select.poll()
             poller.register(self._turn.fd, select.POLLIN)
-            for link in self._taken:
-                poller.register(self._open[link].fd, select.POLLIN)
-        full = [stream for link in self._taken if (stream := self._open[link]).out]
-        for stream in full:
-            poller.modify(stream.fd, select.POLLIN | select.POLLOUT)
-        news = poller.poll(timeout_s * 1000)
-        for stream in full:
-            poller.modify(stream.fd, select.POLLIN)
+            for link in links:
+                poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * (link in full))
+        news = self._turn.wait(poller, timeout_s)
+        if news and not full:
+            self._pollers[links] = poller
         for fd, mask in news:
-            if fd == self._turn.fd:
-                return False
             self._sources[fd](mask)
         return bool(news)
 
@@ -664,18 +697,21 @@ class DirectTransport:
 
     def _dial(self, link: Link, pair: _Pair, name: bytes, port: int) -> None:
         """Take an offer: connect, and prove who we are."""
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            one.connect(name)
-            check_user(one)
-        except (OSError, NotShared):
-            # The name is of another network namespace, or no process listens.
-            one.close()
-            address = self._peers[link]
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            with contextlib.suppress(OSError):  # `_dialled` finds out.
-                one.connect_ex((address, port))
+            one = _stream_socket(socket.AF_UNIX)
+            try:
+                one.connect(name)
+                check_user(one)
+            except (OSError, NotShared):
+                # The name is of another network namespace, or no process listens.
+                one.close()
+                address = self._peers[link]
+                one = _stream_socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+                with contextlib.suppress(OSError):  # `_dialled` finds out.
+                    one.connect_ex((address, port))
+        except OSError as err:
+            self._events.append(PathChosen(link, "zeromq", f"no socket for a direct connection: {err.strerror}"))
+            return
         pair.dialled = one
         self._sources[one.fileno()] = lambda mask: self._dialled(link, pair, one)
         self._wait_for(one.fileno(), select.EPOLLOUT)
@@ -716,6 +752,13 @@ class DirectTransport:
         """Send all further messages on a stream that is proven."""
         if one.family != socket.AF_UNIX:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The heartbeats on ZeroMQ's connection do not see what becomes of this one.
+            beat = self._inner.heartbeat
+            every_s = max(int(beat.interval_s), 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(int(beat.timeout_s / every_s) - 1, 1), 127))
         stream = pair.stream = self._streams[link] = _DirectStream(link, one)
         self._say(link, DirectKind.MARK, {})
         self._sources[stream.fd] = partial(self._news, stream)
@@ -750,11 +793,9 @@ class DirectTransport:
 
     def _listen_at(self, family: int, where: Any) -> int:
         """Listen; return the port."""
-        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        one = _stream_socket(family)
         try:
-            if family != socket.AF_UNIX:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(where)
+            one.bind(where)  # Without SO_REUSEADDR: it would take a port that another process holds for its node.
             one.listen(_BACKLOG)
         except OSError:
             one.close()
@@ -821,6 +862,10 @@ class DirectTransport:
                 self._turn_away(fd, f"it had proven nothing for {UNPROVEN_S:g} s")
         for listener in self._listeners or ():
             self._wait_for(listener.fileno(), select.EPOLLIN)
+
+
+def _stream_socket(family: int) -> socket.socket:
+    return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
 
 def _hear(one: socket.socket, got: bytearray) -> bool:

@@ -213,9 +213,10 @@ class BulkTransport:
         assert self.direct is not None
         inbox = self.direct.inbox(link)
         for place, frames in enumerate(inbox or ()):
-            if inbox and frames[0][:4] == MAGIC and frames[0][5] == BulkKind.CARRIED:
+            if inbox and frames[0][:4] == MAGIC:
                 with contextlib.suppress(*_UNREADABLE):  # The polling thread finds it again.
-                    inbox[place] = self._whole(link, frames)
+                    if frames[0][5] == BulkKind.CARRIED:
+                        inbox[place] = self._whole(link, frames)
         return inbox
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -115,7 +115,7 @@ class ZmqTransport:
         # pyzmq's thread that releases buffers starts with the first one, and stops in an exit handler. Started here, it
         # stops after ours: a worker that ends can still send what it pushed.
         zmq.Frame(bytearray(ZERO_COPY_BYTES), copy=False, track=True)
-        self._heartbeat = heartbeat or Heartbeat()
+        self.heartbeat = heartbeat or Heartbeat()
         self._token = token
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
@@ -341,7 +341,7 @@ class ZmqTransport:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         new: zmq.Socket[bytes] = self._context.socket(kind)
-        beat = self._heartbeat
+        beat = self.heartbeat
         # A peer is lost after at most timeout_s: the beat that finds it silent goes out up to interval_s late, and a
         # connection in is tried every PROBE_S.
         silence_s = max(beat.timeout_s - beat.interval_s - PROBE_S, beat.timeout_s / 2)
@@ -385,7 +385,7 @@ class ZmqTransport:
         return events
 
     def _down(self, link: Link) -> Down:
-        return Down(link, f"its connection closed, or it was silent for {duration(self._heartbeat.timeout_s)}")
+        return Down(link, f"its connection closed, or it was silent for {duration(self.heartbeat.timeout_s)}")
 
     def _probe(self) -> list[Event]:
         self._next_probe = time.monotonic() + PROBE_S

@@ -420,6 +420,78 @@ def test_a_signal_at_any_moment_leaves_calls_made_once_or_not_at_all() -> None:
             node.end()
 
 
+def test_a_signal_handler_may_use_the_store_while_its_thread_waits_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "ANSWER_S", DEADLINE_S)
+    found: list[float] = []
+    with Cluster(2, 1, over="direct") as job:
+        nodes = [job.session(rank) for rank in range(2)]
+        late, gate = threading.Thread(target=lambda: other(nodes[1])), threading.Event()
+
+        def other(node: NodeSession) -> None:
+            node.open()
+            made = Script(node)
+            gate.wait(DEADLINE_S)
+            made.round()
+            node.end()
+
+        def interrupt() -> None:
+            deadline = time.monotonic() + DEADLINE_S
+            while nodes[0]._turn is None or not nodes[0]._turn.is_waiting:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            store = next(iter(made.places.values()))[0]
+            nodes[0].ask("statistics", [("server-0", Message(Kind.STATS, store=store))]).wait(DEADLINE_S)
+            found.append(made.rounds)
+            gate.set()
+            made.rounds = 1
+            for _ in range(3):
+                answers = made.exchange(Kind.PULL)
+                if isinstance(answers, Request):
+                    answers.wait(DEADLINE_S)
+            found.append(made.rounds)
+            made.rounds = 0
+
+        main = threading.get_ident()
+        before = signal.signal(signal.SIGUSR1, handle)
+        late.start()
+        try:
+            nodes[0].open()
+            made = Script(nodes[0])
+            made.settle()
+            signalling = threading.Thread(target=interrupt)
+            signalling.start()
+            request = made.exchange()
+            assert isinstance(request, Request)
+            request.wait(DEADLINE_S)
+            made.rounds = 1
+            signalling.join(DEADLINE_S)
+            assert found == [0, 1]
+            late.join(DEADLINE_S)
+            assert made.weight() == 1
+        finally:
+            gate.set()
+            signal.signal(signal.SIGUSR1, before)
+            nodes[0].end()
+
+
+def test_a_signal_handler_that_uses_the_store_in_the_middle_of_sending_is_told_so() -> None:
+    def script(made: Script) -> None:
+        made.settle()
+        turn = made.node._turn
+        assert turn is not None
+        with turn.lock:
+            turn.owner = threading.get_ident()
+            with pytest.raises(KVError, match="a signal handler used a store"):
+                made.exchange()
+            turn.owner = 0
+        made.round()
+
+    run(script)
+
+
 def test_answers_are_put_in_the_order_of_the_requests_and_others_are_none() -> None:
     def frames(kind: Kind, number: int, **more: Any) -> list[Any]:
         head, *rest = message.encode(Message(kind, request=number, **more))

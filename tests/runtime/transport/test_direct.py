@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -329,7 +330,8 @@ def test_what_had_arrived_comes_before_the_end(pair: Callable[..., Pair], change
     one.acceptor.close()
     *messages, end = until(one.opener, has(Down))
     assert [frames_of(event)[0] for event in messages] == [b"%d" % number for number in range(100)]
-    assert (end.link, end.reason) == ("server-0", "its connection closed")
+    assert end.link == "server-0"
+    assert end.reason.startswith("its connection closed")
     with pytest.raises(ConnectionError):
         one.opener.send("server-0", [b"too late", b""])
 
@@ -346,6 +348,90 @@ def test_a_lease_is_over_when_its_connection_has_ended(pair: Callable[..., Pair]
     assert [event for event in events if not isinstance(event, Released)] == [
         Down("server-0", "its connection closed")
     ] or ("its connection" in next(event.reason for event in events if isinstance(event, Down)))
+
+
+@pytest.mark.parametrize("change", [None, BY_TCP], ids=["unix", "tcp"])
+def test_an_end_is_told_also_if_zeromq_has_connected_again_meanwhile(
+    pair: Callable[..., Pair], change: dict[str, Any] | None
+) -> None:
+    """It does so by itself: both may be news of one poll."""
+    one = pair(change)
+    one.agree()
+    one.acceptor.send(one.link, [b"last", b""])
+    news: list[Event] = [Down("server-0", "silent"), Up("server-0")]
+    poll = one.opener._inner.poll
+
+    def both(timeout_s: float) -> list[Event]:
+        return [news.pop(0) for _ in list(news)] or poll(timeout_s)
+
+    one.opener._inner.poll = both  # type: ignore[method-assign]
+    arrived, *rest = until(one.opener, has(Down))
+    assert frames_of(arrived)[0] == b"last"
+    assert rest == [Down("server-0", "silent")]
+
+
+def test_a_long_message_that_was_received_by_an_interrupted_thread_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    there.setblocking(False)
+    stream, other = direct._DirectStream("server-0", here), direct._DirectStream("in:", there)
+    payload = os.urandom(2 * direct.CHUNK_BYTES)
+
+    def interrupted(message: direct._LongMessage) -> None:
+        if sum(message.counts) == len(message.target):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct._LongMessage, "whole", interrupted)
+        other.send([b"head", b"", payload])
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                stream.read()
+                other.flush()
+    stream.read()
+    assert not stream.end
+    assert [bytes(frame) for frame in stream.received[0][0]] == [b"head", b"", payload]
+    stream.close()
+    other.close()
+
+
+def test_both_sides_see_the_end_if_the_kernel_takes_nothing_more(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+
+    def full(buffers: Any) -> int:
+        raise OSError(errno.ENOBUFS, "no buffer space available")
+
+    one.opener._streams["server-0"]._sendmsg = full
+    one.opener.send("server-0", [b"lost", b""])
+    assert has(Down)(until(one.acceptor, has(Down)))
+    assert has(Down)(until(one.opener, has(Down)))
+
+
+def test_messages_go_on_over_zeromq_if_no_socket_can_be_made(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair()
+
+    def none_left(family: int) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(direct, "_stream_socket", none_left)
+    one.opener.proven("server-0")
+    [chosen] = until(one.opener, has(PathChosen), one.acceptor)
+    assert (chosen.path, chosen.reason) == ("zeromq", "no socket for a direct connection: too many open files")
+    one.opener.send("server-0", [b"request", b""])
+    assert has(Arrived)(until(one.acceptor, has(Arrived), one.opener))
+
+
+def test_a_stream_between_hosts_is_tried_as_often_as_the_heartbeats(pair: Callable[..., Pair]) -> None:
+    one = pair(BY_TCP)
+    one.agree()
+    stream = one.opener._streams["server-0"].connection
+    assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    every_s = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+    silence_s = every_s * (stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1)
+    assert LONG.timeout_s - every_s < silence_s <= LONG.timeout_s
 
 
 PEER = """
@@ -505,6 +591,21 @@ def test_a_thread_that_wants_the_turn_ends_the_wait_of_the_one_that_has_it(pair:
         timer.join()
         turn.begin()  # It is forgotten: the next wait takes its time.
         assert not one.opener.wait(0.02)
+        one.opener.give_back(("server-0",))
+
+
+def test_a_wish_for_the_turn_that_came_late_ends_one_wait_only(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    turn = one.opener.turn()
+    os.eventfd_write(turn.fd, 1)  # `begin` looked for it a moment before.
+    with turn.lock:
+        turn.begin()
+        one.opener.take(("server-0",))
+        assert not one.opener.wait(DEADLINE_S)
+        turn.begin()
+        one.acceptor.send(one.link, [b"answer", b""])
+        assert one.opener.wait(DEADLINE_S)
         one.opener.give_back(("server-0",))
 
 
