@@ -252,7 +252,10 @@ class Server:
             if self._is_stopping:
                 return [role.Finish(0)]
             text = f"the scheduler at {self._config.root_endpoint} is lost: {event.reason}"
-            return [role.Publish({"lost_peer": "scheduler", "message": text}), role.Finish(1, text)]
+            # A worker may see the end of this server before that of the scheduler.
+            lost = Message(Kind.LOST, body={"who": role.SCHEDULER_LINK, "reason": text})
+            told = [role.Send(link, lost) for link in self._ranks]
+            return [role.Publish({"lost_peer": "scheduler", "message": text}), *told, role.Finish(1, text)]
         # The scheduler judges deaths; here the worker's open requests are forgotten.
         self._servers.discard(event.link)
         self._ranks.pop(event.link, None)

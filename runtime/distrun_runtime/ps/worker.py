@@ -327,7 +327,9 @@ class Worker:
         match message.kind:
             case Kind.ROSTER if is_order:
                 return self._roster(message, now)
-            case Kind.LOST if is_order or (link in self._outboxes and message.body.get("who") == link):
+            case Kind.LOST if is_order or (
+                link in self._outboxes and message.body.get("who") in (link, role.SCHEDULER_LINK)
+            ):
                 return self._lose(str(message.body["who"]), str(message.body["reason"]))
             case Kind.BYE | Kind.ABORT if message.is_reply and self._goodbye is not None:
                 return self._gone()

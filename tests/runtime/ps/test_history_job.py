@@ -177,6 +177,17 @@ def test_a_second_signal_ends_a_server_at_once_and_the_first_if_it_has_not_regis
     assert (server.finish.code, server.finish.reason) == (0, "signal 15")
 
 
+def test_a_server_that_ends_for_the_loss_of_the_scheduler_tells_its_workers_before(serving: Serving) -> None:
+    server = serving(servers=2)
+    sent = server.cut(SCHEDULER)
+    assert [(each.link, each.kind, each.body["who"]) for each in sent] == [
+        ("w0", Kind.LOST, "scheduler"),
+        ("w1", Kind.LOST, "scheduler"),
+    ]
+    assert server.finish is not None
+    assert all(each.body["reason"] == server.finish.reason for each in sent)
+
+
 def test_a_server_whose_device_failed_says_why_on_every_connection_before_it_ends(serving: Serving) -> None:
     server = serving(servers=2)
     sent = server.breaks("gpu:0 is broken")

@@ -306,6 +306,17 @@ def test_a_server_that_says_why_it_ends_is_lost_for_that_reason() -> None:
     assert (str(error), error.lost_peer) == ("pull of key 'w': server-0@d0 failed: its GPU", "server-0")
 
 
+def test_a_server_that_ends_for_the_loss_of_the_scheduler_is_not_the_one_that_is_named() -> None:
+    rig = Rig()
+    request, _ = rig.ask(("server-1", PULL))
+    text = "the scheduler at tcp://127.0.0.1:9 is lost: its connection closed"
+    rig.hear("server-0", Message(Kind.LOST, body={"who": "scheduler", "reason": text}))
+    rig.broken("server-0")
+    error = error_of(request)
+    assert isinstance(error, PeerLost)
+    assert (str(error), error.lost_peer) == ("pull of key 'w': %s" % text, "scheduler")
+
+
 def test_a_server_speaks_only_of_its_own_end() -> None:
     rig = Rig()
     request, _ = rig.ask(("server-1", PULL))
