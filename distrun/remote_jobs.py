@@ -239,8 +239,8 @@ def content(fleet: Fleet, first: AnswerPiece, most: float = math.inf, until: flo
         if found.left <= 0:
             return
         found = fleet.next(until - time.monotonic())
-    why = "it took too long" if found is None else getattr(found, "text", "it could not be read to its end")
-    raise NotAsked(f"{first.name} did not come whole: {why}")
+    reason = "it took too long" if found is None else getattr(found, "text", "it could not be read to its end")
+    raise NotAsked(f"{first.name} did not come whole: {reason}")
 
 
 def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> None:

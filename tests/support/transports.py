@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from distrun_runtime.protocol import message
@@ -38,6 +39,13 @@ def until(
 def has(kind: type[Any], count: int = 1) -> Callable[[list[Event]], bool]:
     """Return whether so many events of a kind are there."""
     return lambda events: sum(isinstance(event, kind) for event in events) >= count
+
+
+@contextmanager
+def closed_at_the_end(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Give what makes things as `make` does, and close them all at the end."""
+    with ExitStack() as made:
+        yield lambda *arguments, **more: made.enter_context(closing(make(*arguments, **more)))
 
 
 def endpoint(port: int) -> str:

@@ -118,8 +118,8 @@ _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
 """By their numbers. A look-up costs a fraction of what `Kind(number)` does."""
 REPLY, _ERROR, _RELAYED = 1, 2, 4
 """Bits of the head's flags, for what a message is."""
-FLAGS_AT, NUMBER_AT, NUMBER = 7, 28, struct.Struct("<Q")
-"""Where in a head the flags are and the request's number, and what that is."""
+KIND_AT, FLAGS_AT, STORE_AT, NUMBER_AT, NUMBER = 6, 7, 8, 28, struct.Struct("<Q")
+"""Where in a head the kind is, the flags, the store and the request's number, and what that is."""
 
 
 class Payload(IntEnum):

@@ -163,7 +163,7 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
         fold(values, of, code, first)
         sums = values.sums(of, code)
         there = [sums.view(run.begin, run.end) for run in given.runs]
-        _sum_runs(values, of, code, given.runs, (there, given.parts))
+        values.device.sums([(pair, pair[0]) for pair in zip(there, given.parts, strict=True)])
 
 
 def _sum_runs(
@@ -229,9 +229,7 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *
         side = values.free_side(side, of.shards) if is_lent else int(values.side[of.shards[0]])
         if side not in of.targets:
             of.targets[side] = of.views(values.arenas[of.code], side)
-        for target, some in zip(of.targets[side], addends, strict=True):
-            values.device.sum(some, target)
-        values.side[of.index] = side
+        values.write_sums(list(zip(addends, of.targets[side], strict=True)), [(of.index, side)])
     if known is not None:
         known.held.pop(place, None)
     values.forget_sums(number, of.shards)

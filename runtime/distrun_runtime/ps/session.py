@@ -106,7 +106,7 @@ class CallUnderWay:
 class NodeSession:
     """The connection of this process to the job.
 
-    Threads: any may call; the node's own thread does all input and output.
+    Threads: any may call. The node's own thread does all input and output, but what `exchange` does in its caller's.
     """
 
     def __init__(

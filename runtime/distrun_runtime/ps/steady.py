@@ -37,12 +37,16 @@ Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
 """So many messages of a store are known, in about so much memory, and rounds before this one."""
 _KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
-_STORE, _FRONT, _REQUEST, _LISTED, _STEP = slice(8, 10), slice(28), slice(28, 36), slice(36, 44), slice(44, 48)
-"""Places in a head (`protocol.message`): the store; all before the number of the request; that; how many entries there
-are, and the bucket; the step."""
-_HEAD, _FIRST, _ROUND, _OTHERS = 48, slice(48, 72), slice(72, 80), slice(80, None)
-"""Bytes of a head; of its first entry all before the round, and that; the other entries."""
-_FIXED = np.dtype({"names": ["fixed"], "formats": ["V24"], "itemsize": wire.ENTRY.itemsize})
+_HEAD, _NEXT = wire.HEAD_BYTES, wire.NUMBER_AT + wire.NUMBER.size
+_STORE, _FRONT = slice(wire.STORE_AT, wire.STORE_AT + 2), slice(wire.NUMBER_AT)
+"""Places in a head: the store; all before the number of the request."""
+_REQUEST, _LISTED, _STEP = slice(wire.NUMBER_AT, _NEXT), slice(_NEXT, wire.STEP_AT), slice(wire.STEP_AT, _HEAD)
+"""The number; how many entries there are, and the bucket; the step."""
+_ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
+"""The last member of an entry."""
+_FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
+"""Of the first entry all before the round, and that."""
+_FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
 
 
@@ -78,7 +82,7 @@ class _Steps:
         if len(self.entries) > 1:
             self.entries["round"] = number
         others = self.entries[1:].tobytes() if len(self.entries) > 1 else b""
-        return number if head[_STEP] == bytes(4) and head[_OTHERS] == others else -1
+        return number if head[_STEP] == bytes(4) and head[_ROUND.stop :] == others else -1
 
     def given(self, frames: Sequence[Buffer]) -> PushedValues:
         """Return what the frames behind the body bring."""
@@ -122,7 +126,7 @@ class Steady:
         if self._server.gone:
             self._forget()
         head = bytes(frames[0])
-        is_odd = len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[6] not in _KINDS
+        is_odd = len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS
         if is_odd or len(frames) < 2 or len(frames[1]):
             return None
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
@@ -143,7 +147,7 @@ class Steady:
                     _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
-        act = self._pull if head[6] == Kind.PULL else self._push
+        act = self._pull if head[wire.KIND_AT] == Kind.PULL else self._push
         return act(steps, values, [head, *frames[1:]], number, now)
 
     # What is known

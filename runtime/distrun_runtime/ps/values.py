@@ -14,17 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.device import (
-    Arena,
-    ArrayPlace,
-    Device,
-    DeviceArray,
-    Run,
-    copy,
-    is_on_host,
-    move,
-    on_host,
-)
+from distrun_runtime.arrays.device import Arena, ArrayPlace, Device, DeviceArray, Run, copy, is_on_host, move, on_host
 from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -463,7 +453,7 @@ class Values:
     # Sums
 
     def write_sums(
-        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array, int]]
+        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array | slice, int]]
     ) -> None:
         """Write sums, which are the values of shards from then on; `sides`: where these are."""
         self.device.sums(sums)

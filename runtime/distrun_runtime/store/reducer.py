@@ -146,7 +146,6 @@ class DeviceReducer(Reducer):
     A key that has values on GPUs is summed on one of these: what lies elsewhere is copied there, piece by piece.
 
     Arguments:
-        sender: compresses sums for servers, where they were made.
         compressor: compresses sums for servers, where they were made; for this process each device's contribution.
         is_shared: whether the sums are for servers. If so they are in host memory, but for those that will be
             compressed; else they are where they were made.

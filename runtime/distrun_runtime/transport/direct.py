@@ -47,6 +47,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
+from distrun_runtime.transport.admission import UNPROVEN_S
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger, Up
 from distrun_runtime.transport.host_segments import NotShared, check_user
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -57,8 +58,6 @@ _HEAD = struct.Struct("<4sBBxx")
 """Magic, version, kind."""
 _NONCE_BYTES = 16
 PROOF_BYTES = _HEAD.size + hashlib.sha256().digest_size
-UNPROVEN_S = 10.0
-"""How long a connection may take to prove itself."""
 UNPROVEN = 128
 """How many of them are kept; the oldest is closed when one more comes."""
 ENDING_S = 0.5

@@ -560,7 +560,7 @@ def _hear(one: socket.socket) -> tuple[str, int]:
 
 
 def is_shared(frame: Buffer) -> bool:
-    """Whether a frame is memory of its sender (`HostSegments.fill`); what is received into an array can be written."""
+    """Whether a frame is memory of its sender (`Segments.fill`); what is received into an array can be written."""
     view = memoryview(frame)
     return view.readonly and isinstance(view.obj, np.ndarray)
 

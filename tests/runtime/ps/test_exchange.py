@@ -92,6 +92,18 @@ class Script:
             assert (np.frombuffer(answer.payloads[0], np.float32) == self.rounds).all()
         return True
 
+    def ahead(self, late: threading.Event) -> Request | None:
+        """Begin a round that worker 1 joins when `late` is set; return what it becomes. None: this is worker 1."""
+        self.settle()
+        if self.node.rank == 1:
+            assert late.wait(DEADLINE_S)
+            self.round()
+            return None
+        found = self.exchange()
+        self.rounds += 1
+        assert isinstance(found, Request)
+        return found
+
     def settle(self) -> None:
         """Wait until this worker has a direct connection to each server."""
         assert self.node._direct is not None
@@ -194,15 +206,10 @@ def test_a_round_that_others_are_late_for_becomes_a_request_that_goes_on() -> No
     late = threading.Event()
 
     def script(made: Script) -> None:
-        made.settle()
-        if made.node.rank == 1:
-            assert late.wait(DEADLINE_S)
-            made.round()
+        found = made.ahead(late)
+        if found is None:
             return
-        found = made.exchange()
-        made.rounds += 1
         late.set()
-        assert isinstance(found, Request)
         replies = found.wait(DEADLINE_S)
         assert [(np.frombuffer(each.payloads[0], np.float32) == 1).all() for each in replies] == [True, True]
 
@@ -215,14 +222,9 @@ def test_a_note_of_what_is_waited_for_ends_the_wait_of_the_calling_thread(monkey
     late = threading.Event()
 
     def script(made: Script) -> None:
-        made.settle()
-        if made.node.rank == 1:
-            assert late.wait(DEADLINE_S)
-            made.round()
+        found = made.ahead(late)
+        if found is None:
             return
-        found = made.exchange()
-        made.rounds += 1
-        assert isinstance(found, Request)
         deadline = time.monotonic() + DEADLINE_S
         while "worker-1" not in found.note:
             assert time.monotonic() < deadline

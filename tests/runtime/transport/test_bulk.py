@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transports import DEADLINE_S, LONG, endpoint, has, until, welcomed
+from transports import DEADLINE_S, LONG, closed_at_the_end, endpoint, has, until, welcomed
 
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import host_paths, host_segments
@@ -83,15 +83,8 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
-
-    def make(**more: Any) -> Pair:
-        made.append(Pair(**more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with closed_at_the_end(Pair) as make:
+        yield make
 
 
 def bytes_of(array: Any) -> memoryview:

@@ -19,7 +19,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ports import free_port
-from transports import DEADLINE_S, HELLO, HOST, LONG, SHORT, WELCOME, agree, endpoint, frames_of, has, until, welcomed
+from transports import (
+    DEADLINE_S,
+    HELLO,
+    HOST,
+    LONG,
+    SHORT,
+    WELCOME,
+    agree,
+    closed_at_the_end,
+    endpoint,
+    frames_of,
+    has,
+    until,
+    welcomed,
+)
 
 from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
@@ -69,15 +83,8 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
-
-    def make(*arguments: Any, **more: Any) -> Pair:
-        made.append(Pair(*arguments, **more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with closed_at_the_end(Pair) as make:
+        yield make
 
 
 WAYS = [pytest.param(None, "unix", id="unix"), pytest.param(BY_TCP, "tcp", id="tcp")]
