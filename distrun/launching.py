@@ -241,16 +241,22 @@ def _coordinator_process(job: Ready, folder: JobFolder, connection: socket.socke
             code = 0
         except BaseException as err:
             service.fail(_error(err))
+            _let_go(begun)  # before the client is: it may not wait for the end of this process
         service.close()
     except BaseException:
         import traceback
 
         traceback.print_exc()
+        _let_go(begun)
     finally:
-        if code and begun is not None:  # `coordinate` may not have come to what `start_agents` began
-            with contextlib.suppress(BaseException):
-                begun.backend.release((), RELEASE_S)
         os._exit(code)
+
+
+def _let_go(begun: PlannedJob | None) -> None:
+    """End agents that were started for a job, if any were: `coordinate` may not have come to them."""
+    if begun is not None:
+        with contextlib.suppress(BaseException):
+            begun.backend.release((), RELEASE_S)
 
 
 def coordinator_of_stdin(connection: int) -> NoReturn:
@@ -282,9 +288,7 @@ def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)
-    if isinstance(err, KeyboardInterrupt):
-        return control.failure(err, facts.EXIT_INTERRUPTED)
-    return control.failure(err)
+    return control.failure(err, facts.EXIT_INTERRUPTED) if isinstance(err, KeyboardInterrupt) else control.failure(err)
 
 
 def _coordinate(job: Ready, folder: JobFolder, service: Service, verbosity: int) -> Outcome:

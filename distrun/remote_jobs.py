@@ -176,13 +176,12 @@ class RemoteSocket:
         else:
             self._fleet.send(self._folder.id, data)
 
-    def recv(self, size: int) -> bytes:
-        """Return what came, whatever `size` is; empty: the connection has ended.
+    def recv(self, _size: int) -> bytes:
+        """Return what came, however much it is; empty: the connection has ended.
 
         Raises:
             TimeoutError: nothing came.
         """
-        del size
         if self._fleet is None:
             args = {"jobs": [[self._folder.id, "", self._where["path"]]], "files": [], "asked": self._first.hex()}
             self._fleet, found = ask(self._folder, self._where, args, self._may_ask, self._limit_s)
@@ -195,9 +194,8 @@ class RemoteSocket:
             self.problem = found
         return found.data if isinstance(found, AnswerPiece) else b""
 
-    def shutdown(self, how: int) -> None:
+    def shutdown(self, _how: int) -> None:
         """End the connection both ways; any thread."""
-        del how
         self._is_ended = True
         if self._fleet is not None:
             self._fleet.cut()
