@@ -191,8 +191,13 @@ def test_the_dashboard_connects_again_when_its_connection_breaks(
     coordinator = Coordinator(tmp_path / "c.s", folder.id)
     source = FrameSource(folder)
     source.start(client.connect(folder))
+
+    def subscribed() -> int:
+        return [each["type"] for each in coordinator.asked].count("subscribe")
+
+    wait_until(lambda: subscribed() == 1, LIMIT_S, "the first subscription has come")  # else the cut takes it along
     cut()
-    wait_until(lambda: [each["type"] for each in coordinator.asked].count("subscribe") == 2, LIMIT_S, "a second one")
+    wait_until(lambda: subscribed() == 2, LIMIT_S, "a second one")
     assert "failed_here" not in [frame.type for frame in source.take()]
     source.close()
     coordinator.close()
