@@ -108,6 +108,8 @@ class Loop:
         self._trace = trace
         self._engine = engine
         self._known = None if trace.has_messages else known
+        self._unknown: Sequence[Buffer] = ()
+        """The message that `take` has not taken."""
         self._publish = publish
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
@@ -227,21 +229,32 @@ class Loop:
         if gate.is_open:
             self._decide(role.Broken(link, reason))
 
+    def take(self, link: str, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
+        """Do at once what a message asks for, if its bytes are known, and return None; else the frames, which are to
+        arrive. For the thread that polls, while there are no events before it (`transport.direct`)."""
+        gate = self._gates.get(link)
+        if self._known is None or gate is None or not gate.is_open or self._later or link in self._holds:
+            return frames
+        try:
+            known = self._known(link, frames, self._clock())
+            if known is None:
+                self._unknown = frames
+                return frames
+            self._perform(known)
+        except Exception as err:
+            self._malformed(link, message.decode(frames), err)
+            self._transport.wake()  # What follows is for `run`.
+        return None
+
     def _received(self, link: str, frames: Sequence[Buffer]) -> None:
         gate = self._gates.get(link)
         if gate is None:
             gate = self._gates[link] = _Gate(since=self._clock())
         if gate.is_refused:
             return
-        if self._known is not None and gate.is_open and not self._later:
-            try:
-                known = self._known(link, frames, self._clock())
-                if known is not None:
-                    self._perform(known)
-                    return
-            except Exception as err:
-                self._malformed(link, message.decode(frames), err)
-                return
+        if frames is not self._unknown and self.take(link, frames) is None:
+            return
+        self._unknown = ()
         is_stranger = gate.opener is None and not gate.is_open
         try:
             if is_stranger:

@@ -303,6 +303,8 @@ def serve(role: str) -> int:
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
         known = Steady(node, engine, counters).take
     loop = Loop(transport, node, config.token, trace, engine=engine, known=known, publish=publish)
+    if isinstance(transport, BulkTransport):
+        transport.pour(loop.take)
     if environ.text("DISTRUN_METRICS_SOCKET"):
         reporting.offer_stacks()
         if isinstance(node, Server):

@@ -35,7 +35,7 @@ from distrun_runtime.transport.base import (
     Released,
     Transport,
 )
-from distrun_runtime.transport.direct import DirectTransport
+from distrun_runtime.transport.direct import DirectTransport, Sink
 from distrun_runtime.transport.host_segments import NotShared, Segments
 
 MAGIC = b"DRKB"
@@ -72,6 +72,9 @@ class BulkKind(IntEnum):
     """The acceptor: it reads nothing more on this connection, and why. Only the opener can close it. JSON."""
     GONE = 7
     """Segments that were given back, to be unmapped: no later message names them. JSON."""
+
+
+_CARRIED = MAGIC + bytes([VERSION, BulkKind.CARRIED])
 
 
 @dataclass(eq=False)
@@ -122,6 +125,7 @@ class BulkTransport:
         self._in_use: list[Lease] = []
         self._by_inner: dict[Lease, Lease] = {}
         """Leases of the wrapped transport that are part of one of ours."""
+        self._sink: Sink = lambda link, frames: frames
 
     # The interface of a transport
 
@@ -218,6 +222,23 @@ class BulkTransport:
                     if frames[0][5] == BulkKind.CARRIED:
                         inbox[place] = self._whole(link, frames)
         return inbox
+
+    def pour(self, sink: Sink) -> None:
+        """Give `sink` each message, whole, that comes on a direct connection while there are no events before it."""
+        if self.direct is not None:
+            self._sink, self.direct.sink = sink, self._sunk
+
+    def _sunk(self, link: Link, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
+        begin = frames[0][:6]
+        if begin[:4] != MAGIC:
+            return self._sink(link, frames)
+        if begin != _CARRIED or link not in self._proven:
+            return frames
+        try:
+            whole = self._whole(link, frames)
+        except _UNREADABLE:
+            return frames  # It is found again when it arrives.
+        return self._sink(link, whole)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
