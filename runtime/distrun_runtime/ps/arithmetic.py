@@ -148,9 +148,7 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
         for each in np.unique(where):
             add_given(values, of, code, given.take(np.flatnonzero(where == each), values))
     elif first == 0:
-        number = max(of.held, default=0) + 1
-        of.held[number] = given
-        of.where[given.shards] = number
+        of.hold(given.shards, given)
     elif first == SUM_BY_SHARD:
         for run, part in zip(given.runs, given.parts, strict=True):
             for shard, _, [piece] in values.apart(given.shards, run, [part]):
@@ -185,12 +183,15 @@ def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *,
         is_much: only to be done if nothing has to be added now.
     """
     known = values.round_of(number)
-    new = np.count_nonzero(known.where[of.index] == 0)
+    new = len(of.shards) if of.has(known.where, 0) else np.count_nonzero(known.where[of.index] == 0)
     if is_much and new < len(of.shards):
         return False
     known.open += new
     try:
-        add_given(values, known, of.code, given)
+        if new == len(of.shards):
+            known.hold(of.index, given)
+        else:
+            add_given(values, known, of.code, given)
     except Exception:
         known.where[of.shards[known.where[of.shards] == 0]] = SUM_IN_ARENA  # as they were counted
         raise
@@ -204,35 +205,35 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *
         last: the last contributions of the round.
         is_much: not to be done.
     """
-    known, side, place = values.rounds.get(number), values.side_of(of), 0
+    known, side, place = values.rounds.get(number), of.progress.side, 0
     lent = values.lent[side, of.index]
     is_lent = lent.tobytes() != of.none if side >= 0 else bool(values.lent[:, of.index].any())
     is_special = is_much or (is_lent and (side < 0 or not lent.all())) or bool(values.encoded)
     if is_special or not (values.rule is None or values.is_flat(of.code)):
         return False
-    parts = [last.parts]
+    addends: list[Sequence[DeviceArray]] = [(part,) for part in last.parts]
     if known is not None:
-        place = int(known.where[of.shards[0]])
-        if known.lost or known.by_shard or known.by_rank or known.where[of.index].tobytes() != of.all(place):
+        place = known.where.item(of.first)
+        if known.lost or known.by_shard or known.by_rank or not of.has(known.where, place):
             return False
         if place > 0:
-            if not known.held[place].is_like(last):
+            held = known.held[place]
+            if held.runs is not last.runs and not held.is_like(last):
                 return False
-            parts.insert(0, known.held[place].parts)
+            addends = list(zip(held.parts, last.parts))  # noqa: B905 (as many)
         elif place == SUM_IN_ARENA:
-            parts.insert(0, of.views(values.sums(known, of.code)))
-    addends = list(zip(*parts, strict=True))
+            addends = list(zip(of.views(values.sums(known, of.code)), last.parts, strict=True))
     if values.rule is not None:
         _update(values, of.code, of.shards, last.runs, addends, turn=(SYNC, number), result=UpdateResult())
+        of.progress.side = values.side_of(of)
     else:
-        values.gather(of.shards)
-        side = values.free_side(side, of.shards) if is_lent else int(values.side[of.shards[0]])
-        if side not in of.targets:
-            of.targets[side] = of.views(values.arenas[of.code], side)
-        values.write_sums(list(zip(addends, of.targets[side], strict=True)), [(of.index, side)])
+        if side < 0:
+            values.gather(of.shards)
+            side = of.progress.side = values.side_of(of)
+        values.write_alike(of, addends, values.free_side(side, of.shards) if is_lent else side)
     if known is not None:
         known.held.pop(place, None)
-    values.forget_sums(number, of.shards)
+        values.forget_alike(number, of) if place else values.forget_sums(number, of.shards)
     return True
 
 

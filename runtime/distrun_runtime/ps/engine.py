@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from distrun_runtime.arrays.device import CpuDevice, Device, on_host
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -41,6 +41,7 @@ from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
 from distrun_runtime.transport import base as transport
+from distrun_runtime.transport.host_segments import is_shared
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
@@ -173,18 +174,21 @@ class WorkEngine:
         return self._values.values()
 
     def does_now(
-        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, is_last: bool, is_shared: bool
+        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, frame: Buffer, is_last: bool
     ) -> bool:
         """Do an Add (`arithmetic.add_alike`) or Apply (`apply_alike`) at once if it is little work; False: it is not.
 
         If it fails, the next Apply of these shards does.
 
         Arguments:
+            frame: the first that brings it.
             is_last: the round is complete with what is given.
-            is_shared: that is memory of the sender.
         """
-        self._give_back()
-        began, is_much = time.monotonic(), of.size >= self._much_bytes * (SHARED if is_shared else 1)
+        if self._out or self._returned:
+            self._give_back()
+        began, is_much = time.monotonic(), of.size >= self._much_bytes
+        if is_much and is_shared(frame):
+            is_much = of.size >= self._much_bytes * SHARED
         try:
             do = arithmetic.apply_alike if is_last else arithmetic.add_alike
             is_done = do(values, number, of, given, is_much=is_much)

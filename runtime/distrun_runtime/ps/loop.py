@@ -25,6 +25,7 @@ from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.replies import ReplyValues, refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
+    COPIED,
     Arrived,
     Down,
     Event,
@@ -240,7 +241,11 @@ class Loop:
             if known is None:
                 self._unknown = frames
                 return frames
-            self._perform(known)
+            for action in known:
+                if isinstance(action, role.SendFrames):
+                    self._send_made(action)
+                else:
+                    self._perform([action])
         except Exception as err:
             self._malformed(link, message.decode(frames), err)
             self._transport.wake()  # What follows is for `run`.
@@ -381,13 +386,8 @@ class Loop:
         match action:
             case role.Work():
                 return self._work(action, link, cause)
-            case role.SendFrames(link, frames, lent):
-                lease = self._send_frames(link, frames)
-                if lent and lease is not None and not lease.is_over:
-                    assert self._engine is not None
-                    kept = ReplyValues(*lent)
-                    kept.keep()
-                    self._engine.sent((kept,), lease)
+            case role.SendFrames():
+                self._send_made(action)
             case role.Resolve():
                 action.request.resolve(action.replies, action.error)
             case role.Resume():
@@ -475,6 +475,14 @@ class Loop:
         if self._trace.has_messages:
             self._trace.sent(link, out)
         return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+
+    def _send_made(self, action: role.SendFrames) -> None:
+        lease = self._send_frames(action.link, action.frames)
+        if lease is not COPIED and lease is not None and action.lent and not lease.is_over:
+            assert self._engine is not None
+            kept = ReplyValues(*action.lent)
+            kept.keep()
+            self._engine.sent((kept,), lease)
 
     def _send_frames(self, link: str, frames: Sequence[Buffer]) -> Lease | None:
         try:

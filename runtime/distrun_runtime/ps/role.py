@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract import facts, gpus
@@ -584,8 +584,7 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True, eq=False)
-class SendFrames:
+class SendFrames(NamedTuple):
     """Send a message whose frames are made already."""
 
     link: Link

@@ -63,10 +63,27 @@ class PushedValues:
 
 
 @dataclass(eq=False)
+class Progress:
+    """How far all shards of some set are, while they are in step: then they have had the same rounds."""
+
+    number: int
+    """What the shards have in `Store.progress` if no other set has changed their rounds since."""
+    version: int = -1
+    """Of the server, when that was last known."""
+    done: int = 0
+    """The round that is over."""
+    came: set[int] = field(default_factory=set)
+    """Rows of the workers that have contributed to the next one."""
+    side: int = -1
+    """Of the arena that has the present values; -1: they are on several."""
+
+
+@dataclass(eq=False)
 class ShardSet:
     """Shards of one dtype whose values come by one message again and again (`ps.steady`)."""
 
     shards: Array
+    first: int
     code: int
     """Of their dtype."""
     index: slice | Array
@@ -76,6 +93,7 @@ class ShardSet:
     """Bytes of their values."""
     none: bytes
     """What they have in a flat int64 array if all are 0 there."""
+    progress: Progress
     targets: dict[int, list[Array]] = field(default_factory=dict)
     """By the side of the arena: what the runs of the layout have there."""
     frames: dict[int, list[Buffer]] = field(default_factory=dict)
@@ -85,9 +103,16 @@ class ShardSet:
         """Return what the runs have in an arena."""
         return [arena.view(run.begin, run.end, side) for run in self.layout.runs]
 
-    def all(self, number: int) -> bytes:
-        """Return the bytes that the shards have in a flat int64 array if all have this number there."""
-        return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards)
+    def has(self, table: Array, number: int) -> bool:
+        """Whether all the shards have this number in a flat int64 array."""
+        if len(self.shards) == 1:
+            return bool(table.item(self.first) == number)
+        return all_of(number, len(self.shards)) == table[self.index].tobytes()
+
+
+def all_of(number: int, count: int) -> bytes:
+    """Return the bytes of so many elements of a flat int64 array that are this number."""
+    return number.to_bytes(8, sys.byteorder, signed=True) * count
 
 
 class Layout(NamedTuple):
@@ -117,6 +142,12 @@ class Round:
     """Sums in the work dtype, by code of the values' dtype."""
     lost: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
     """Shard to why a contribution to it could not be added, with the traceback."""
+
+    def hold(self, index: slice | Array, given: PushedValues) -> None:
+        """Keep what is given to shards that have no sum yet."""
+        number = next(reversed(self.held), 0) + 1  # The last one has the highest number.
+        self.held[number] = given
+        self.where[index] = number
 
 
 @dataclass(frozen=True)
@@ -334,8 +365,8 @@ class Values:
 
     def side_of(self, of: ShardSet) -> int:
         """Return the side that has the present values of all these shards; -1: they are on several."""
-        side = int(self.side[of.shards[0]])
-        return side if self.side[of.index].tobytes() == of.all(side) else -1
+        side = int(self.side[of.first])
+        return side if of.has(self.side, side) else -1
 
     def codes(self, shards: Array) -> list[tuple[int, Array, Array | None]]:
         """Return each code of dtype among shards, those that have it, and where these are among all; None: they are
@@ -460,12 +491,29 @@ class Values:
         for shards, side in sides:
             self.side[shards] = side
 
+    def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
+        """Write sums, which are the values of shards on this side from then on."""
+        if side not in of.targets:
+            of.targets[side] = of.views(self.arenas[of.code], side)
+        for parts, target in zip(addends, of.targets[side]):  # noqa: B905 (as many)
+            self.device.sum(parts, target)
+        if side != of.progress.side:
+            self.side[of.index] = of.progress.side = side
+
     def round_of(self, number: int) -> Round:
         """Return the sums of a round."""
         found = self.rounds.get(number)
         if found is None:
             found = self.rounds[number] = Round(np.zeros(len(self.at), np.int64))
         return found
+
+    def forget_alike(self, number: int, of: ShardSet) -> None:
+        """The sums of these shards, all of which have one, are used: `forget_sums` where nothing else is noted."""
+        known = self.rounds[number]
+        known.where[of.index] = 0
+        known.open -= len(of.shards)
+        if known.open <= 0:
+            self._close(number, known)
 
     def sums(self, of: Round, code: int) -> Arena:
         """Return where the sums of a round are."""
@@ -500,9 +548,12 @@ class Values:
             for shard in shards.tolist():
                 cast(dict[int, Any], known).pop(shard, None)
         if of.open <= 0:
-            for code, arena in of.arenas.items():
-                self.spare_sums.setdefault(code, []).append(arena)
-            del self.rounds[number]
+            self._close(number, of)
+
+    def _close(self, number: int, of: Round) -> None:
+        for code, arena in of.arenas.items():
+            self.spare_sums.setdefault(code, []).append(arena)
+        del self.rounds[number]
 
     # States of a rule
 

@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 from zmq.backend import Socket as _Compiled
@@ -264,7 +264,7 @@ class ZmqTransport:
 
     def fileno(self) -> int:
         """Return a descriptor at which there is input when `poll` has something to do, if `due_in` was asked before."""
-        return self._selector.fileno()  # type: ignore[attr-defined]
+        return self._selector.fileno()
 
     def due_in(self, timeout_s: float) -> float:
         """Return how long the wait for input at `fileno` may be, at most `timeout_s`; 0: call `poll` at once."""

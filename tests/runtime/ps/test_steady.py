@@ -581,7 +581,7 @@ def test_a_first_contribution_that_cannot_be_kept_leaves_no_round_open(
         for rank in range(3):
             push(rank, number)
     with monkeypatch.context() as patched:
-        patched.setattr("distrun_runtime.ps.arithmetic.add_given", fail)
+        patched.setattr(Round, "hold", fail)
         push(0, 4)
     push(1, 4)
     push(2, 4)
