@@ -271,19 +271,21 @@ class CpuDevice:
         np.copyto(out, array)
 
 
+# An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
+@np.errstate(over="ignore", invalid="ignore")
 def _sum(parts: Sequence[Array], out: Array) -> None:
-    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
-    with np.errstate(over="ignore", invalid="ignore"):
-        is_plain = dtypes.work_dtype(out.dtype) == out.dtype and all(part.dtype == out.dtype for part in parts)
-        if is_plain and len(parts) == 1:
-            out[...] = parts[0]
-        elif is_plain and len(parts) == 2:
-            np.add(parts[0], parts[1], out=out)
-        else:
-            add = _add if is_plain else _add_wide
-            for begin in range(0, len(out), CHUNK):
-                run = slice(begin, begin + CHUNK)
-                add([part[run] for part in parts], out[run])
+    is_plain = dtypes.work_dtype(out.dtype) == out.dtype
+    for part in parts:
+        is_plain = is_plain and part.dtype == out.dtype
+    if is_plain and len(parts) == 1:
+        out[...] = parts[0]
+    elif is_plain and len(parts) == 2:
+        np.add(parts[0], parts[1], out)
+    else:
+        add = _add if is_plain else _add_wide
+        for begin in range(0, len(out), CHUNK):
+            run = slice(begin, begin + CHUNK)
+            add([part[run] for part in parts], out[run])
 
 
 def _add(parts: Sequence[Array], out: Array) -> None:

@@ -206,9 +206,8 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *
         is_much: not to be done.
     """
     known, side, place = values.rounds.get(number), of.progress.side, 0
-    lent = values.lent[side, of.index]
-    is_lent = lent.tobytes() != of.none if side >= 0 else bool(values.lent[:, of.index].any())
-    is_special = is_much or (is_lent and (side < 0 or not lent.all())) or bool(values.encoded)
+    is_lent = not of.has(values.lent[side], 0) if side >= 0 else bool(values.lent[:, of.index].any())
+    is_special = is_much or (is_lent and (side < 0 or not values.lent[side, of.index].all())) or bool(values.encoded)
     if is_special or not (values.rule is None or values.is_flat(of.code)):
         return False
     addends: list[Sequence[DeviceArray]] = [(part,) for part in last.parts]

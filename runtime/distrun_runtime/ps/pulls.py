@@ -147,7 +147,7 @@ class Pulls:
         self._remind_at = min(self._remind_at, now + role.FIRST_NOTE_S)
         return self._tickets
 
-    def wait(self, pull: Pull, index: slice | Array, now: float) -> list[role.Action]:
+    def wait(self, pull: Pull, index: Any, now: float) -> list[role.Action]:
         """Take in a pull of shards each of which waits for its round, which `ps.steady` answers."""
         pull.ticket = ticket = self._next(now)
         self._open[ticket] = pull
@@ -271,7 +271,7 @@ class Pulls:
         found = [pull for pull in self._waiting.get(first, {}).values() if pull.ticket in self._open]
         return found if all(pull.is_alike(shards, number) for pull in found) else None
 
-    def answered(self, pulls: Sequence[Pull], index: slice | Array) -> None:
+    def answered(self, pulls: Sequence[Pull], index: Any) -> None:
         """Forget pulls that were answered, all that waited for a round of the same shards."""
         for pull in pulls:
             del self._open[pull.ticket]

@@ -32,7 +32,7 @@ from distrun_runtime.ps.loop import ROLE_CODES
 from distrun_runtime.ps.pulls import Pull, opened
 from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.values import Progress, PushedValues, ShardSet, Values
+from distrun_runtime.ps.values import Index, Progress, PushedValues, ShardSet, Values
 
 Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
@@ -242,7 +242,8 @@ class Steady:
         name = shards.tobytes()
         found = values.plans.get((name, lengths))
         if found is None:
-            index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
+            index: Index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
+            index = first if len(shards) == 1 else index
             layout, none = arithmetic.layout(values, shards, lengths), bytes(8 * len(shards))
             progress = values.plans.setdefault((name,), Progress(next(_NUMBERS)))
             found = ShardSet(shards, first, code, index, layout, size * itemsize, none, progress)
@@ -256,9 +257,9 @@ class Steady:
         done = store.done.item(of.first)
         if not (of.has(store.done, done) and of.has(store.ordered, done)):
             return False
-        ahead = store.last[:, of.index] - done
+        ahead = store.last[:, of.shards] - done
         came = ahead[:, 0] == 1
-        if (ahead != came[:, None]).any() or store.owed[:, of.index][~came].any():
+        if (ahead != came[:, None]).any() or store.owed[:, of.shards][~came].any():
             return False
         progress.done, progress.came = done, set(np.flatnonzero(came).tolist())
         progress.side = values.side_of(of)

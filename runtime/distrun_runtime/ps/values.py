@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Union, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +29,8 @@ from distrun_runtime.ps.shards import Store
 ALIGNED_BYTES = 64 * 1024
 """Shards of at least so many bytes begin with a page of memory."""
 
+Index = Union[int, slice, Array]
+"""Of shards in a flat array."""
 Extent = Mapping[int, tuple[int, int]]
 """How far arenas are used, by code of dtype."""
 
@@ -86,8 +88,8 @@ class ShardSet:
     first: int
     code: int
     """Of their dtype."""
-    index: slice | Array
-    """Indexes flat arrays by them: a slice where they follow each other, which is quicker."""
+    index: Index
+    """Indexes flat arrays by them: by the one, or by a slice where they follow each other, which is quicker."""
     layout: Layout
     size: int
     """Bytes of their values."""
@@ -143,7 +145,7 @@ class Round:
     lost: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
     """Shard to why a contribution to it could not be added, with the traceback."""
 
-    def hold(self, index: slice | Array, given: PushedValues) -> None:
+    def hold(self, index: Index, given: PushedValues) -> None:
         """Keep what is given to shards that have no sum yet."""
         number = next(reversed(self.held), 0) + 1  # The last one has the highest number.
         self.held[number] = given
