@@ -63,7 +63,9 @@ class Pull:
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
     prepared: Any = None
-    """How `ps.steady` answers it."""
+    """How `ps.steady` answers it, if it does."""
+    place: Any = None
+    """Then where it is counted in `Store.owed`."""
 
     def is_alike(self, shards: Array, number: int) -> bool:
         """Whether it waits for a round of just these shards, and `ps.steady` answers it."""
@@ -147,12 +149,12 @@ class Pulls:
         self._remind_at = min(self._remind_at, now + role.FIRST_NOTE_S)
         return self._tickets
 
-    def wait(self, pull: Pull, index: Any, now: float) -> list[role.Action]:
-        """Take in a pull of shards each of which waits for its round, which `ps.steady` answers."""
-        pull.ticket = ticket = self._next(now)
-        self._open[ticket] = pull
-        pull.store.owed[pull.store.row[pull.rank], index] += 1
-        self._watch(pull, int(pull.shards[0]))
+    def wait(self, pull: Pull, first: int, now: float) -> list[role.Action]:
+        """Take in a pull of shards, of which this is the first. All wait for their round; `ps.steady` answers it."""
+        pull.ticket = self._next(now)
+        self._open[pull.ticket] = pull
+        pull.store.owed[pull.place] += 1
+        self._watch(pull, first)
         return self._refuse_hopeless(pull) if self._gone else []
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
@@ -268,15 +270,20 @@ class Pulls:
         others = self._waiting.keys() - {first} if len(shards) > 1 else ()
         if others and not others.isdisjoint((store.number, shard) for shard in shards.tolist()):
             return None
-        found = [pull for pull in self._waiting.get(first, {}).values() if pull.ticket in self._open]
-        return found if all(pull.is_alike(shards, number) for pull in found) else None
+        found = []
+        for pull in self._waiting.get(first, {}).values():
+            if pull.ticket in self._open:
+                if not pull.is_alike(shards, number):
+                    return None
+                found.append(pull)
+        return found
 
-    def answered(self, pulls: Sequence[Pull], index: Any) -> None:
+    def answered(self, pulls: Sequence[Pull], first: int) -> None:
         """Forget pulls that were answered, all that waited for a round of the same shards."""
         for pull in pulls:
             del self._open[pull.ticket]
-            pull.store.owed[pull.store.row[pull.rank], index] -= 1
-            self._waiting.pop((pull.store.number, int(pull.shards[0])), None)
+            pull.store.owed[pull.place] -= 1
+            self._waiting.pop((pull.store.number, first), None)
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
         """Shards are farther than before: lend what is due now."""

@@ -67,14 +67,15 @@ class _Steps:
     bucket: object
     """What the server knows of the bucket that it names; None: it has entries."""
     of: ShardSet
-    row: int
-    """Of the worker in the tables of the store."""
+    place: tuple[int, Index]
+    """Row of the worker, and index of the shards, in the tables of the store."""
     entries: Array
     """Those of a message; their rounds are the last ones that were asked for."""
     answered: Array
     """Those of an answer, likewise; none if it names the bucket."""
     answer: tuple[bytes, bytes]
-    """The head of an answer: what is before the number of the request, and what is between that and the step."""
+    """The head of an answer: what is before the number of the request, and what is between that and the step; with a
+    single entry, and its round."""
     version: int = -1
     """Of the server, when nothing unusual was under way."""
 
@@ -90,12 +91,13 @@ class _Steps:
         return number if is_same else -1
 
     def given(self, frames: Sequence[Buffer]) -> PushedValues:
-        """Return what the frames behind the body bring."""
-        arrays = [np.frombuffer(frame, DTYPES[self.of.code]) for frame in frames]
+        """Return what the frames of a message bring."""
+        dtype = DTYPES[self.of.code]
         _, found, places = self.of.layout
-        if len(places) > 1 or len(arrays) > 1:
-            arrays = [arrays[at][begin:end] for at, begin, end in places]
-        return PushedValues(self.of.shards, found, arrays)
+        if len(frames) == 3 and len(places) == 1:
+            return PushedValues(self.of.shards, found, [np.frombuffer(frames[2], dtype)])
+        arrays = [np.frombuffer(frame, dtype) for frame in frames[2:]]
+        return PushedValues(self.of.shards, found, [arrays[at][begin:end] for at, begin, end in places])
 
     def pulled(self, head: bytes, number: int) -> role.Batch:
         """Return what a message asks for, without what it brings."""
@@ -114,11 +116,11 @@ class _Steps:
             frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
             if not isinstance(frames[0], bytes):  # else they are copies
                 self.of.frames[side] = frames
-        answered = b""
-        if len(self.answered):
+        if len(self.answered) == 1:
+            made = front + head[_REQUEST] + middle + head[_ROUND]
+        else:
             self.answered["round"] = number
-            answered = self.answered.tobytes()
-        made = front + head[_REQUEST] + middle + head[_STEP] + answered
+            made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
         return role.SendFrames(self.link, [made, b"", *frames], (values, shards, shards, side, 0))
 
 
@@ -128,6 +130,7 @@ class _Waiting(Pull):
     def __init__(self, steps: _Steps, head: bytes, number: int, now: float) -> None:
         self.prepared, self.now = (steps, head, number), now
         self.link, self.rank, self.store, self.shards = steps.link, steps.rank, steps.batch.store, steps.of.shards
+        self.place = steps.place
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -157,16 +160,19 @@ class Steady:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
         if self._server.gone:
             self._forget()
+        if len(frames) < 2 or len(frames[1]):
+            return None
         head = bytes(frames[0])
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
         if values is None:
             return None
         fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
-        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *map(BYTES, map(VIEW, frames[1:])))
+        sizes = map(BYTES, map(VIEW, frames[2:])) if len(frames) != 3 else (VIEW(frames[2]).nbytes,)
+        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *sizes)
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
             is_odd = (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS
-            if len(head) < _HEAD or is_odd or len(frames) < 2 or len(frames[1]):
+            if len(head) < _HEAD or is_odd:
                 return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)
@@ -229,9 +235,10 @@ class Steady:
         reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
         me = self._server.me
         head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
-        what = (bucket, of, int(store.row[rank]), entries.copy(), answered)
+        what = (bucket, of, (int(store.row[rank]), of.index), entries.copy(), answered)
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
-        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], head[_LISTED]))
+        middle = head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
+        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], middle))
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -271,8 +278,8 @@ class Steady:
 
     def _push(self, steps: _Steps, values: Values, frames: Sequence[Any], number: int, now: float) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        of, store, server, row = steps.of, steps.batch.store, self._server, steps.row
-        progress, index = of.progress, of.index
+        of, store, server = steps.of, steps.batch.store, self._server
+        progress, (row, index) = of.progress, steps.place
         if number != progress.done + 1 or row in progress.came:
             return None
         is_last = len(progress.came) == len(store.last) - 1
@@ -280,9 +287,9 @@ class Steady:
         if waiting is None:
             return None
         progress.version = -1  # until all is done
-        if not self._engine.does_now(values, number, of, steps.given(frames[2:]), frame=frames[2], is_last=is_last):
+        if not self._engine.does_now(values, number, of, steps.given(frames), frame=frames[2], is_last=is_last):
             return None
-        store.last[row, index] = number
+        store.last[steps.place] = number
         self._counters.bytes_in += of.size
         self._counters.pushes += 1
         server.sample((steps.rank,), steps.batch, (number,), now)
@@ -293,7 +300,7 @@ class Steady:
             progress.done = number
             progress.came.clear()
             self._counters.updated(len(of.shards))
-            server.pulls.answered(waiting, index)
+            server.pulls.answered(waiting, of.first)
             actions = [self._answer(values, *pull.prepared) for pull in waiting]
         else:
             progress.came.add(row)
@@ -306,7 +313,7 @@ class Steady:
     def _pull(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions | None:
         """Answer a pull of the worker's last round, or let it wait for the one that is open."""
         progress = steps.of.progress
-        if progress.side < 0 or number != progress.done + (steps.row in progress.came):
+        if progress.side < 0 or number != progress.done + (steps.place[0] in progress.came):
             return None
         return self._pulled(steps, values, head, number, now)
 
@@ -314,7 +321,7 @@ class Steady:
         self._counters.pulls += 1
         if steps.of.progress.done == number:
             return [self._answer(values, steps, head, number)]
-        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.of.index, now)
+        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.of.first, now)
 
     def _answer(self, values: Values, steps: _Steps, head: bytes, number: int) -> role.Action:
         try:

@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,15 @@ def _table(count: int) -> struct.Struct:
 _FEW = 16
 _TABLES = [_table(count) for count in range(_FEW)]
 """Of messages of few frames."""
+
+
+def _table_of(sizes: tuple[int, ...]) -> tuple[bytes, int]:
+    """Return the table of a message with frames of these sizes, and how many bytes it has with them."""
+    table = _table(len(sizes)).pack(len(sizes), *sizes)
+    return table, len(table) + sum(sizes)
+
+
+_usual_table = lru_cache(256)(_table_of)
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -182,9 +191,9 @@ class _DirectStream:
 
     def send(self, frames: Sequence[Buffer]) -> Lease:
         """Send a message, or queue what the socket does not take."""
-        count, sizes = len(frames), list(map(BYTES, map(VIEW, frames)))
-        table = (_TABLES[count] if count < _FEW else _table(count)).pack(count, *sizes)
-        item = _Sending([table, *frames], len(table) + sum(sizes))
+        sizes = tuple(map(BYTES, map(VIEW, frames)))
+        table, size = (_usual_table if len(sizes) < _FEW else _table_of)(sizes)
+        item = _Sending([table, *frames], size)
         self.out.append(item)
         self.recent = frames[:2]
         if len(self.out) == 1:
@@ -485,7 +494,7 @@ class DirectTransport:
             for fd, mask in news:
                 if fd in self._sources:  # It may have been closed a moment ago.
                     self._sources[fd](mask)
-            is_over = is_over or bool(self._events or self._ending)
+            is_over = is_over or self.sink is None or bool(self._events or self._ending)
         for link, (down, until) in list(self._ending.items()):
             if time.monotonic() >= until:
                 stream = self._open[link]
