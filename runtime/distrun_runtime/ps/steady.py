@@ -121,7 +121,7 @@ class _Steps:
         else:
             self.answered["round"] = number
             made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
-        return role.SendFrames(self.link, [made, b"", *frames], (values, shards, shards, side, 0))
+        return role.SendFrames(self.link, [made, b"", *frames], (values, self.of.index, self.of.index, side, 0))
 
 
 class _Waiting(Pull):

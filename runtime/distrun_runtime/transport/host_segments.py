@@ -63,6 +63,11 @@ _BACKLOG = 128
 ACCEPT_S = 0.1
 """How often connections to our socket are accepted while no worker is expected there."""
 
+_READS: dict[int, weakref.ref[Array]] = {}
+"""Memory of others that this process refers to, each by the id of its reference, which tells when it no longer does.
+`weakref.finalize` takes several times as long."""
+_FOUND = 1024
+"""So many frames are remembered with where they are."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
 
@@ -77,6 +82,10 @@ class Reference(NamedTuple):
     segment: int
     offset: int
     length: int
+
+
+_Found = tuple["weakref.ref[Buffer]", Segment, Reference]
+"""A frame, which keeps its memory while it is there, and where it is."""
 
 
 class _Board:
@@ -215,6 +224,8 @@ class Segments:
         self._has_new_peer = False
         self._given_back = 0
         """How many segments the pools had given back when peers were last told."""
+        self._found: dict[int, _Found] = {}
+        """By the ids of frames, where they are."""
         self._leaving: list[_Peer] = []
         """Peers whose link has ended, and which may still read our memory."""
 
@@ -355,13 +366,23 @@ class Segments:
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
-        size = memoryview(frame).nbytes
-        address = address_of(frame)
+        known = self._found.get(id(frame))
+        if known is None or known[0]() is not frame:
+            known = self._find(frame)
+        return None if known is None or not _has(self.peers[link], known[1]) else known[2]
+
+    def _find(self, frame: Buffer) -> _Found | None:
+        """Return where a frame is that is in one of the pools. One that is sent again and again is looked for once."""
+        address, size = address_of(frame), memoryview(frame).nbytes
         for pool in self._pools:
             found = pool.find(address, size)
             if found is not None:
+                if len(self._found) >= _FOUND:
+                    self._found.clear()
                 segment, offset = found
-                return Reference(segment.number, offset, size) if _has(self.peers[link], segment) else None
+                known = weakref.ref(frame), segment, Reference(segment.number, offset, size)
+                self._found[id(frame)] = known
+                return known
         return None
 
     def announce(self) -> dict[str, list[int]]:
@@ -438,18 +459,20 @@ class Segments:
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             frames[frame] = owner[offset : offset + length].data
-        slots, missing, pid = peer.into.slots, len(owners), os.getpid()
+        slots, missing, pid, reads, own_pid = peer.into.slots, len(owners), os.getpid(), _READS, os.getpid
 
-        def release() -> None:
+        def release(read: weakref.ref[Array]) -> None:
             """Tell the sender, when nothing refers to frames of any of the segments any more."""
             nonlocal missing
+            del reads[id(read)]
             missing -= 1
             # A forked child has the same objects; when it drops them, its parent may still read.
-            if not missing and os.getpid() == pid:
+            if not missing and own_pid() == pid:
                 slots[slot] = generation
 
         for owner in owners.values():
-            weakref.finalize(owner, release).atexit = False
+            read = weakref.ref(owner, release)
+            reads[id(read)] = read
 
     def map(self, link: str, numbers: Sequence[int]) -> None:
         """Map segments of a peer before it names them.
