@@ -274,9 +274,7 @@ class CpuDevice:
 # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
 @np.errstate(over="ignore", invalid="ignore")
 def _sum(parts: Sequence[Array], out: Array) -> None:
-    is_plain = dtypes.work_dtype(out.dtype) == out.dtype
-    for part in parts:
-        is_plain = is_plain and part.dtype == out.dtype
+    is_plain = dtypes.work_dtype(out.dtype) == out.dtype and [part.dtype for part in parts] == [out.dtype] * len(parts)
     if is_plain and len(parts) == 1:
         out[...] = parts[0]
     elif is_plain and len(parts) == 2:

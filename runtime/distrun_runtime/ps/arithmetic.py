@@ -229,7 +229,7 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *
         if side < 0:
             values.gather(of.shards)
             side = of.progress.side = values.side_of(of)
-        values.write_alike(of, addends, values.free_side(side, of.shards) if is_lent else side)
+        values.write_alike(of, addends, values.free_side(side, of.index) if is_lent else side)
     if known is not None:
         known.held.pop(place, None)
         values.forget_alike(number, of) if place else values.forget_sums(number, of.shards)

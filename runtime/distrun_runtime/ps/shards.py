@@ -106,7 +106,7 @@ class Store:
         self.skips = self.updates = integers
         """Rounds that were skipped; in async the updates that were made."""
         self.progress = integers
-        """Number of the `values.Progress` that knows the rounds of the shard."""
+        """Number of the `values.ShardProgress` that knows the rounds of the shard."""
         self.slow = integers
         """Row of a worker that had contributed least when `reach` last looked; if there are MANY."""
         self.fresh = np.zeros(0, np.bool_)

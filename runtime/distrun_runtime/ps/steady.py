@@ -32,7 +32,7 @@ from distrun_runtime.ps.loop import ROLE_CODES
 from distrun_runtime.ps.pulls import Pull, opened
 from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.values import Index, Progress, PushedValues, ShardSet, Values
+from distrun_runtime.ps.values import Index, PushedValues, ShardProgress, ShardSet, Values
 
 Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
@@ -251,9 +251,9 @@ class Steady:
         if found is None:
             index: Index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
             index = first if len(shards) == 1 else index
-            layout, none = arithmetic.layout(values, shards, lengths), bytes(8 * len(shards))
-            progress = values.plans.setdefault((name,), Progress(next(_NUMBERS)))
-            found = ShardSet(shards, first, code, index, layout, size * itemsize, none, progress)
+            layout = arithmetic.layout(values, shards, lengths)
+            progress = values.plans.setdefault((name,), ShardProgress(next(_NUMBERS)))
+            found = ShardSet(shards, first, code, index, layout, size * itemsize, progress)
             values.plans[name, lengths] = found
             values.plan_bytes += 4 * shards.nbytes
         return found

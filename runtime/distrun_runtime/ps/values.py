@@ -65,7 +65,7 @@ class PushedValues:
 
 
 @dataclass(eq=False)
-class Progress:
+class ShardProgress:
     """How far all shards of some set are, while they are in step: then they have had the same rounds."""
 
     number: int
@@ -93,9 +93,7 @@ class ShardSet:
     layout: Layout
     size: int
     """Bytes of their values."""
-    none: bytes
-    """What they have in a flat int64 array if all are 0 there."""
-    progress: Progress
+    progress: ShardProgress
     targets: dict[int, list[Array]] = field(default_factory=dict)
     """By the side of the arena: what the runs of the layout have there."""
     frames: dict[int, list[Buffer]] = field(default_factory=dict)
@@ -109,12 +107,7 @@ class ShardSet:
         """Whether all the shards have this number in a flat int64 array."""
         if len(self.shards) == 1:
             return bool(table.item(self.first) == number)
-        return all_of(number, len(self.shards)) == table[self.index].tobytes()
-
-
-def all_of(number: int, count: int) -> bytes:
-    """Return the bytes of so many elements of a flat int64 array that are this number."""
-    return number.to_bytes(8, sys.byteorder, signed=True) * count
+        return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards) == table[self.index].tobytes()
 
 
 class Layout(NamedTuple):
@@ -416,7 +409,7 @@ class Values:
             self.device.sum([present], target)
         return target
 
-    def free_side(self, present: int, shards: Array) -> int:
+    def free_side(self, present: int, shards: Index) -> int:
         """Return a side on which no reply reads any of the shards; the present one if that is."""
         for side in (present, *range(len(self.lent))):
             if not self.lent[side, shards].any():
