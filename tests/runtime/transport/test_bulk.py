@@ -22,6 +22,7 @@ from transports import DEADLINE_S, LONG, closed_at_the_end, endpoint, has, until
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import host_paths, host_segments
 from distrun_runtime.transport.base import Arrived, Down, PathChosen, Released
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import NotShared, Segments
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -44,11 +45,12 @@ class Seen(ZmqTransport):
 class Pair:
     """An acceptor and an opener in this process, which have welcomed each other."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, *, streams: bool = False, **more: Any) -> None:
         self.pools = Pool(), Pool()
         self.wires = Seen(), Seen()
+        inner: Any = [DirectTransport(wire, TOKEN) for wire in self.wires] if streams else self.wires
         self.acceptor, self.opener = (
-            BulkTransport(wire, TOKEN, [pool], **more) for wire, pool in zip(self.wires, self.pools, strict=True)
+            BulkTransport(wire, TOKEN, [pool], **more) for wire, pool in zip(inner, self.pools, strict=True)
         )
         self.link = welcomed(self.acceptor, self.opener)
 
@@ -119,6 +121,26 @@ def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., 
     assert memoryview(frame).readonly
     assert host_segments.is_shared(frame)
     assert max(len(each) for each in one.wires[1 if way == "out" else 0].sent[-1]) < 200
+
+
+def test_who_takes_messages_before_they_arrive_gets_them_whole(pair: Callable[..., Pair]) -> None:
+    one = pair(streams=True)
+    one.opener.proven("server-0")
+    until(one.acceptor, has(PathChosen, 2), one.opener)
+    until(one.opener, lambda events: one.opener.shares("server-0"), one.acceptor)
+    taken: list[Any] = []
+
+    def sink(link: str, frames: Any) -> Any:
+        return taken.append(frames) if frames[0] == b"known" else frames
+
+    one.acceptor.pour(sink)
+    for head in (b"known", b"odd"):
+        one.opener.send("server-0", [head, b"", bytes_of(one.array())])
+    [arrived] = until(one.acceptor, has(Arrived), one.opener)
+    for frames in (*taken, arrived.frames):
+        assert host_segments.is_shared(frames[2])
+        assert np.array_equal(np.frombuffer(frames[2], np.float32), one.array())
+    assert [bytes(frames[0]) for frames in (*taken, arrived.frames)] == [b"known", b"odd"]
 
 
 def test_memory_is_lent_until_its_receiver_has_dropped_it(pair: Callable[..., Pair]) -> None:

@@ -537,6 +537,47 @@ def test_a_forked_child_that_ends_ends_no_connection(pair: Callable[..., Pair]) 
     assert frames_of(arrived) == [b"still", b""]
 
 
+# Messages that are taken before they arrive
+
+
+def test_what_is_taken_is_no_event_and_the_poll_goes_on(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    taken: list[bytes] = []
+
+    def sink(link: str, frames: Any) -> Any:
+        assert link == one.link
+        if frames[0].startswith(b"known"):
+            taken.append(frames[0])
+            one.opener.send("server-0", [b"odd" if len(taken) == 2 else b"known again", b""])
+            return None
+        return [*frames, b"seen"]
+
+    one.acceptor.sink = sink
+    one.opener.send("server-0", [b"known", b""])
+    [arrived] = one.acceptor.poll(DEADLINE_S)  # in one wait: what was taken brought the next message
+    assert taken == [b"known", b"known again"]
+    assert frames_of(arrived) == [b"odd", b"", b"seen"]
+
+
+def test_nothing_is_taken_before_what_arrived_earlier(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.acceptor.sink = lambda link, frames: frames if frames[0] == b"odd" else None
+    for head in (b"known", b"odd", b"known"):
+        one.opener.send("server-0", [head, b""])
+    events = until(one.acceptor, has(Arrived, 2), one.opener)
+    assert [frames_of(event)[0] for event in events] == [b"odd", b"known"]
+
+
+def test_a_wake_ends_a_poll_whose_messages_are_taken(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.acceptor.sink = lambda link, frames: one.acceptor.wake()
+    one.opener.send("server-0", [b"known", b""])
+    assert one.acceptor.poll(DEADLINE_S) == []
+
+
 # Turns
 
 
