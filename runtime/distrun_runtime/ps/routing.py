@@ -250,6 +250,12 @@ class Portion:
 
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""
+        if not in_place:
+            whole = staging.empty((self.size,), self.dtype)
+            if whole is None:
+                return None
+            _copy_parts(self.parts, values, whole, 0)
+            return [whole.view(np.uint8).data]
         size = 0
         groups: list[_Slice | list[_Small | _Slice]] = []
         """What is read where it is, as one where it goes on there; and what is copied end to end."""

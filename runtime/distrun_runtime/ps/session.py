@@ -44,6 +44,7 @@ from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, W
 from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.host_segments import SharedLease
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
@@ -78,6 +79,8 @@ class PlannedSend(NamedTuple):
     well arrive elsewhere."""
     is_small: bool = False
     """No frame goes by another path than the direct connection."""
+    is_read: bool = False
+    """Once it is answered, its frames are read no more."""
 
 
 class Asked(NamedTuple):
@@ -97,6 +100,8 @@ class CallUnderWay:
         self.sends = sends
         self.links = links
         """Each once."""
+        self.leases: list[SharedLease] = []
+        """Of shared memory that was read when the answers are here."""
         self.first = first
         """Number of the first message."""
         self.begun = 0
@@ -121,6 +126,8 @@ class NodeSession:
         self.config = config
         self._pid = own_pid()
         self._memory = memory or ExportedMemory(Pool(is_inherited=False), Pool())
+        self.has_arrays = False
+        """Whether `empty` was called."""
         self._transport = transport or connected(config, self._memory)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
@@ -190,6 +197,7 @@ class NodeSession:
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return a new array of undefined content; in memory that servers on this host can read where it is."""
+        self.has_arrays = True
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
 
@@ -413,7 +421,9 @@ class NodeSession:
                 if send.into is not None and len(exchange.links) == len(exchange.sends):
                     self._direct.expect(send.link, send.into)
                 exchange.begun = number + 1
-                (self._direct if send.is_small else self._paths).send(send.link, send.frames)
+                lease = (self._direct if send.is_small else self._paths).send(send.link, send.frames)
+                if send.is_read and isinstance(lease, SharedLease):
+                    exchange.leases.append(lease)
             sent()
             if waits:
                 return self._receive(exchange)
@@ -439,6 +449,8 @@ class NodeSession:
                 if answers is None:
                     break
                 exchange.is_done = True
+                for lease in exchange.leases:
+                    lease.let_go()
                 self._direct.give_back(links, drops=True)
                 self._exchange = None
                 return answers

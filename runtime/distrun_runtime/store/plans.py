@@ -28,11 +28,12 @@ from distrun_runtime.ps.session import PlannedSend
 from distrun_runtime.store.base import Selection
 from distrun_runtime.store.keys import Key
 from distrun_runtime.store.pending import CompletedCall
+from distrun_runtime.transport.host_paths import LARGE_BYTES
 
 PLANNED_BYTES = 16 * 1024 * 1024
 """Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
-STAGED_BYTES = 32 * 1024
-"""Messages of fewer bytes do not go by shared memory: a reference costs as much as the copies."""
+STAGED_BYTES = LARGE_BYTES
+"""Messages of fewer bytes do not go by shared memory."""
 PLANS = 1024
 """So many plans a store has: enough for push and pull of each of some hundred keys. One takes about as much memory as
 the list of its keys."""
@@ -82,7 +83,7 @@ class PlannedMessage:
         """Return the message to be sent; `is_staged`: its answer is in memory that is shared."""
         if self._has_answer and self.into is None and not (self.is_small or is_staged):
             self.into = memoryview(bytearray(self.size_bytes))
-        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into, self.is_small)
+        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into, self.is_small, self._has_answer)
 
     def is_answered(self, frames: Sequence[Buffer]) -> bool:
         """Whether an answer has the values and says nothing else."""

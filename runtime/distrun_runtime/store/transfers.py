@@ -286,7 +286,7 @@ class Transfers:
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
         node = self._link.node
-        if not any(node.staging(portion.link) for portion in route.portions):
+        if not node.has_arrays or not any(node.staging(portion.link) for portion in route.portions):
             return frozenset()
         return frozenset(
             item

@@ -51,6 +51,7 @@ from distrun_runtime.arrays.shared_memory import (
     seal,
 )
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.process import own_pid
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
@@ -181,6 +182,12 @@ class SharedLease:
         self.frames = None
         self.peer.free.append(self.slot)
         return True
+
+    def let_go(self) -> None:
+        """The receiver is known to be done with the frames: their memory may be used at once, and only the slot waits
+        until it says so."""
+        if self.frames is not None:
+            self.frames = ()
 
 
 class Segments:
@@ -353,9 +360,8 @@ class Segments:
 
     # References
 
-    def refer(self, link: str, frame: Buffer) -> Reference | None:
-        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
-        size = memoryview(frame).nbytes
+    def refer(self, link: str, frame: Buffer, size: int) -> Reference | None:
+        """Return a reference to a frame of some bytes for the other side of a link; None: it has to travel as bytes."""
         address = address_of(frame)
         for pool in self._pools:
             found = pool.find(address, size)
@@ -438,14 +444,14 @@ class Segments:
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             frames[frame] = owner[offset : offset + length].data
-        slots, missing, pid = peer.into.slots, len(owners), os.getpid()
+        slots, missing, pid = peer.into.slots, len(owners), own_pid()
 
         def release() -> None:
             """Tell the sender, when nothing refers to frames of any of the segments any more."""
             nonlocal missing
             missing -= 1
             # A forked child has the same objects; when it drops them, its parent may still read.
-            if not missing and os.getpid() == pid:
+            if not missing and own_pid() == pid:
                 slots[slot] = generation
 
         for owner in owners.values():
