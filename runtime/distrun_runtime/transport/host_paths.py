@@ -153,7 +153,7 @@ class BulkTransport:
         for number, size in enumerate(sizes):
             if size < self._large_bytes:
                 continue
-            reference = self._segments.refer(link, frames[number], size)
+            reference = self._segments.refer(link, frames[number])
             if reference is not None:
                 table.append(_REFERENCE.pack(number, *reference))
                 rest[number] = b""

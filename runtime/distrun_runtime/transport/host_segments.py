@@ -51,7 +51,6 @@ from distrun_runtime.arrays.shared_memory import (
     seal,
 )
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.process import own_pid
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
@@ -360,8 +359,9 @@ class Segments:
 
     # References
 
-    def refer(self, link: str, frame: Buffer, size: int) -> Reference | None:
-        """Return a reference to a frame of some bytes for the other side of a link; None: it has to travel as bytes."""
+    def refer(self, link: str, frame: Buffer) -> Reference | None:
+        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
+        size = memoryview(frame).nbytes
         address = address_of(frame)
         for pool in self._pools:
             found = pool.find(address, size)
@@ -444,14 +444,14 @@ class Segments:
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             frames[frame] = owner[offset : offset + length].data
-        slots, missing, pid = peer.into.slots, len(owners), own_pid()
+        slots, missing, pid = peer.into.slots, len(owners), os.getpid()
 
         def release() -> None:
             """Tell the sender, when nothing refers to frames of any of the segments any more."""
             nonlocal missing
             missing -= 1
             # A forked child has the same objects; when it drops them, its parent may still read.
-            if not missing and own_pid() == pid:
+            if not missing and os.getpid() == pid:
                 slots[slot] = generation
 
         for owner in owners.values():

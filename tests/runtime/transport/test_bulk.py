@@ -606,9 +606,7 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
         assert pool.reserve(1 << 20)
         pool.unreserve()
     else:  # Its descriptor was sent, and no message has named it yet.
-        frame = bytes_of(one.array())
-        assert one.opener._segments.refer("server-0", frame, frame.nbytes) is not None
-        del frame
+        assert one.opener._segments.refer("server-0", bytes_of(one.array())) is not None
     pool.trim()
     lease, arrived = one.pass_on(b"", bytes_of(one.array(30_000)))
     assert len(pool.numbers) == 2
