@@ -352,7 +352,7 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
             if steady is not None:
-                return _awaited(steady, steady.is_done)
+                return steady if type(steady) is CompletedCall else _awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
         if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("push", key, value, None)):
@@ -377,7 +377,7 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
-            return _awaited(steady, True)
+            return steady if type(steady) is CompletedCall else _awaited(steady, True)
         self._ready()
         number = _numbers(priority)[0]
         if self._lifetime.uses_gpus and wait and (made := self._planned("pull", key, None, out)):
@@ -404,7 +404,7 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSHPULL, key, value, given_out, priority=priority, scale=scale)
             if steady is not None:
-                return _awaited(steady, True)
+                return steady if type(steady) is CompletedCall else _awaited(steady, True)
         self._ready()
         number, factor = _numbers(priority, scale)
         outs = value if out is None else out

@@ -30,6 +30,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import RuntimeFault
 
 PAGE = mmap.PAGESIZE
@@ -198,7 +199,7 @@ class Pool:
         """Return a new array of undefined content; None: there is no shared memory for it, see `why_not`."""
         count = math.prod(shape)
         size = _rounded(max(1, count * dtype.itemsize))
-        if os.getpid() != self._pid or not hasattr(os, "memfd_create"):
+        if own_pid() != self._pid or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
             place = self._found(size)

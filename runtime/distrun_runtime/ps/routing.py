@@ -180,6 +180,15 @@ class Portion:
     _copy: Array | None = None
     """Holds the elements of a push whose values are not lent; memory that was written once is written again."""
 
+    def __post_init__(self) -> None:
+        self.at = run_of(self.items)
+        self._frames = list[Buffer]()
+        """The frame of `_copy`."""
+        small = self.parts[0] if len(self.parts) == 1 else None
+        is_only = isinstance(small, _Small) and len(small.items) == 1
+        self._only = (small.items[0], small.alike[0][3]) if isinstance(small, _Small) and is_only else None
+        """If it carries one small value and nothing else: its place in the call, and its shape."""
+
     @property
     def is_plain(self) -> bool:
         """Whether its payloads are the elements as they are."""
@@ -219,11 +228,15 @@ class Portion:
         if staged is not None:
             return staged
         if not lent:
-            is_free = self.carried_by is None or self.carried_by.is_done
-            copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
-            self._copy = copy
-            _copy_parts(self.parts, values, copy, 0)
-            return [copy.view(np.uint8).data]
+            if self._copy is None or (self.carried_by is not None and not self.carried_by.is_done):
+                self._copy = np.empty(self.size, self.dtype)
+                self._frames = [self._copy.view(np.uint8).data]
+            if self._only is None:
+                _copy_parts(self.parts, values, self._copy, 0)
+            else:
+                item, shape = self._only
+                _copy_small(values[item], self._copy.reshape(shape))
+            return self._frames
         frames: list[Buffer] = []
         for part in self.parts:
             if isinstance(part, _Small):
@@ -237,6 +250,12 @@ class Portion:
 
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""
+        if not in_place:
+            whole = staging.empty((self.size,), self.dtype)
+            if whole is None:
+                return None
+            _copy_parts(self.parts, values, whole, 0)
+            return [whole.view(np.uint8).data]
         size = 0
         groups: list[_Slice | list[_Small | _Slice]] = []
         """What is read where it is, as one where it goes on there; and what is copied end to end."""
@@ -288,6 +307,10 @@ class Portion:
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
+        if self._only is not None and len(payloads) == 1:
+            item, shape = self._only
+            _copy_small(np.frombuffer(payloads[0], self.dtype).reshape(shape), outs[item])
+            return
         given = _Elements(payloads, self.dtype)
         for part in self.parts:
             flat = given.take(part.size)
@@ -306,6 +329,13 @@ class Portion:
                         outs[item][...] = values
 
 
+def run_of(places: Array) -> slice | Array:
+    """Return places of an array, each once, as a slice if they are a run of it: numpy looks that up much faster."""
+    first = int(places[0]) if len(places) else 0
+    run = np.arange(first, first + len(places))
+    return slice(first, first + len(places)) if bool((places == run).all()) else places
+
+
 def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array, at: int) -> int:
     """Copy the elements of parts to a flat array, one after the other from a place on; return where they end."""
     for part in parts:
@@ -316,6 +346,13 @@ def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], targe
             copy(values[part.item].reshape(-1)[part.begin : part.end], there)
         at += part.size
     return at
+
+
+def _copy_small(source: Array, target: Array) -> None:
+    if source.size > RELEASED:
+        copy(source, target)
+    else:
+        target[...] = source
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
@@ -363,6 +400,7 @@ class Route:
     portions: list[Portion]
 
     def __post_init__(self) -> None:
+        self.at = run_of(self.numbers)
         found: set[int] = set()
         for portion in self.portions:
             found |= {part.item for part in portion.parts if isinstance(part, _Slice)}
@@ -563,6 +601,6 @@ def step_of(portion: Portion, rounds: Array) -> int:
     """Return how many steps after its registration a portion's keys have reached these rounds; -1: not all as many."""
     if portion.base is None:
         return -1
-    steps: Any = rounds[portion.items] - portion.base
+    steps: Any = rounds[portion.at] - portion.base
     first = int(steps[0])
     return first if 0 <= first < 2**32 and bool((steps == first).all()) else -1

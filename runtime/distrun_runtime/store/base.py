@@ -21,6 +21,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
@@ -83,7 +84,7 @@ class Lifetime:
         self.type = type_name
         """The name that the store was created with, in lower case."""
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._pid = own_pid()
         self._ended = ""
         self.uses_gpus = False
         """Whether a call was given arrays in GPU memory."""
@@ -100,7 +101,7 @@ class Lifetime:
     @property
     def is_own(self) -> bool:
         """Whether this is the process that created the store, not a forked child."""
-        return os.getpid() == self._pid
+        return own_pid() == self._pid
 
     def check(self) -> None:
         """Return if the store can be used.
@@ -109,7 +110,8 @@ class Lifetime:
             StoreClosed: closed, left, replaced, or inherited by a forked child.
             KVError: a GPU that it was given arrays of has failed for good.
         """
-        self.check_process()
+        if own_pid() != self._pid:
+            self.check_process()
         if self.uses_gpus:
             # What a call had done when it failed is not known, and the other workers may wait for the rest.
             devices.gpus()
@@ -127,7 +129,7 @@ class Lifetime:
         if not self.is_own:
             raise StoreClosed(
                 f"the {self.type!r} store belongs to process {self._pid}, this is its forked child"
-                f" {os.getpid()}: use it in the parent, or start children with the 'spawn' method and create"
+                f" {own_pid()}: use it in the parent, or start children with the 'spawn' method and create"
                 " a store there"
             )
 
@@ -171,13 +173,16 @@ class Selection:
         self.shapes = [record.shape for record in self.records]
         self.dtypes = [record.dtype for record in self.records]
 
-    def fits(self, arrays: Sequence[object]) -> bool:
-        """Whether these are numpy arrays of the records' shapes and dtypes, and the keys are dense.
+    def fits(self, arrays: Any) -> bool:
+        """Whether this is a list or tuple of numpy arrays of the records' shapes and dtypes, and the keys are dense.
 
         If not, they may fit all the same.
         """
-        if self.has_rows or len(arrays) != len(self.records):
+        if self.has_rows or not (type(arrays) is tuple or type(arrays) is list) or len(arrays) != len(self.records):
             return False
+        if len(arrays) == 1:
+            one = arrays[0]
+            return type(one) is np.ndarray and one.shape == self.shapes[0] and bool(one.dtype == self.dtypes[0])
         # All at once: a statement for each array would cost several times as much. The very type: a class derived from
         # it need not behave as an array does.
         if set(map(type, arrays)) != {np.ndarray}:
@@ -190,6 +195,8 @@ class Selection:
         Raises:
             KVError: two of them share memory; names the keys.
         """
+        if len(arrays) == 1 and (flags := arrays[0].flags).c_contiguous:
+            return bool(flags.writeable)
         if not all(map(_IS_WRITEABLE, arrays)):
             return False
         own_memory = all(map(operator.is_, map(_BASE, arrays), itertools.repeat(None)))

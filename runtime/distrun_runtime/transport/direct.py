@@ -332,18 +332,19 @@ class TurnLock:
         """It waits: a signal handler that runs in it may give the turn away (`give_away`)."""
         self._is_given_away = False
         """A `wait` is to end as soon as it goes on."""
-        self._is_asked_for = False
+        self.is_asked_for = False
+        """Whether there is something that `begin` is to forget."""
 
     def want(self) -> None:
         """Have the thread that has the turn wait for nothing any more. Threads: any."""
         if self.lock.locked():
-            self._is_asked_for = True
+            self.is_asked_for = True
             os.eventfd_write(self.fd, 1)
 
     def begin(self) -> None:
         """Forget who wanted the turn before. For the thread that has it, before it looks for what others want."""
-        if self._is_asked_for and not self._is_given_away:
-            self._is_asked_for = False
+        if self.is_asked_for and not self._is_given_away:
+            self.is_asked_for = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
 
@@ -356,10 +357,10 @@ class TurnLock:
             self.is_waiting = False
             if self.owner != owner:
                 self.lock.acquire()
-                self.owner, self._is_given_away, self._is_asked_for, news = owner, False, True, []
+                self.owner, self._is_given_away, self.is_asked_for, news = owner, False, True, []
         for fd, _ in news:
             if fd == self.fd:
-                self._is_asked_for = True  # `want` may have written to it after a `begin` that found nothing.
+                self.is_asked_for = True  # `want` may have written to it after a `begin` that found nothing.
                 return []
         return news
 
@@ -429,11 +430,16 @@ class DirectTransport:
         """Those that all messages are sent on."""
         self._open: dict[Link, _DirectStream] = {}
         """Of these, those on which all messages come."""
+        self.is_open = self._open.__contains__
+        """Whether all messages of a link travel on a direct connection."""
         self._ending: dict[Link, tuple[Down, float]] = {}
         """Links that have ended over ZeroMQ, and how long what comes by stream is still taken in."""
         self._turn: TurnLock | None = None
         self._taken: tuple[Link, ...] = ()
         """Links that another thread has taken."""
+        self._unheard: list[Link] = []
+        """These, and others that it has given back: it mostly takes them again before anything else comes there. The
+        polling thread waits for them again from its next `poll` on; if nothing wakes it, that is a tick of its loop."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
         self._events: list[Event] = []
         self.sink: Sink | None = None
@@ -481,6 +487,11 @@ class DirectTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them; what `sink` takes does not end the wait."""
+        if self._unheard:
+            unheard, self._unheard = self._unheard, []
+            for stream in filter(None, map(self._open.get, unheard)):
+                self._watch(stream)
+                self._deliver(stream)
         end = min([time.monotonic() + timeout_s, *(until for _, until in self._ending.values())])
         is_over = False
         while not is_over:
@@ -559,15 +570,13 @@ class DirectTransport:
         self._turn = TurnLock()
         return self._turn
 
-    def is_open(self, link: Link) -> bool:
-        """Whether all messages of a link travel on a direct connection."""
-        return link in self._open
-
     def take(self, links: tuple[Link, ...]) -> None:
         """Take links that are open: the polling thread does not wait for what comes there."""
         self._taken = links
         for link in links:
-            self._watch(self._open[link])
+            if link not in self._unheard:
+                self._unheard.append(link)
+                self._watch(self._open[link])
 
     def expect(self, link: Link, into: memoryview) -> None:
         """Receive the third frame of a message of three there, if it is long and has this size. Until `give_back`."""
@@ -584,16 +593,16 @@ class DirectTransport:
         Return whether to go on: something has come, and no other thread wants the turn.
         """
         assert self._turn is not None
-        links, full = self._taken, [link for link in self._taken if self._open[link].out]
+        links, sends = self._taken, not self.has_sent(self._taken)
         # A signal handler may wait here, too, while this thread does, and no poller can do both.
-        poller = None if full else self._pollers.pop(links, None)
+        poller = None if sends else self._pollers.pop(links, None)
         if poller is None:
             poller = select.poll()
             poller.register(self._turn.fd, select.POLLIN)
             for link in links:
-                poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * (link in full))
+                poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * bool(self._open[link].out))
         news = self._turn.wait(poller, timeout_s)
-        if news and not full:
+        if news and not sends:
             self._pollers[links] = poller
         for fd, mask in news:
             self._sources[fd](mask)
@@ -609,7 +618,10 @@ class DirectTransport:
 
     def has_sent(self, links: tuple[Link, ...]) -> bool:
         """Whether all was sent on links that were taken: nothing is queued."""
-        return not any(self._open[link].out for link in links)
+        for link in links:  # noqa: SIM110  # a generator would take several times as long
+            if self._open[link].out:
+                return False
+        return True
 
     def give_back(self, links: tuple[Link, ...], *, drops: bool = False) -> None:
         """Give back links that were taken, and what has come there and was not removed, unless that is dropped.
@@ -619,14 +631,17 @@ class DirectTransport:
         self._taken = ()
         for link in links:
             stream = self._open.get(link)
-            if stream is not None:
-                stream.into = None
-                if drops:
-                    stream.received[0].clear()
-                else:
-                    stream.read()  # Who had it may have been interrupted before it looked at what came.
-                self._watch(stream)
-                self._deliver(stream)
+            if stream is None:
+                continue
+            stream.into = None
+            if drops:
+                stream.received[0].clear()
+                if not stream.out and not stream.end:
+                    continue
+            else:
+                stream.read()  # Who had it may have been interrupted before it looked at what came.
+            self._watch(stream)
+            self._deliver(stream)
 
     # Streams
 

@@ -191,6 +191,12 @@ class SharedLease:
         self.peer.free.append(self.slot)
         return True
 
+    def let_go(self) -> None:
+        """The receiver is known to be done with the frames: their memory may be used at once, and only the slot waits
+        until it says so."""
+        if self.frames is not None:
+            self.frames = ()
+
 
 class Segments:
     """Shares this process's pools with peers, and reads theirs.

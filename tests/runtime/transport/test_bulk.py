@@ -630,7 +630,7 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
     else:  # Its descriptor was sent, and no message has named it yet.
         assert one.opener._segments.refer("server-0", bytes_of(one.array())) is not None
     pool.trim()
-    lease, arrived = one.pass_on(b"", bytes_of(one.array(20_000)))
+    lease, arrived = one.pass_on(b"", bytes_of(one.array(30_000)))
     assert len(pool.numbers) == 2
     deadline = time.monotonic() + DEADLINE_S
     while not set(mapped) < pool.numbers and time.monotonic() < deadline:
@@ -638,5 +638,5 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
         one.acceptor.poll(0.02)
     assert len(mapped) == 1
     assert set(mapped) < pool.numbers
-    assert np.array_equal(np.frombuffer(arrived.frames[1], np.float32), np.ones(20_000, np.float32))
+    assert np.array_equal(np.frombuffer(arrived.frames[1], np.float32), np.ones(30_000, np.float32))
     assert (first == 1).all()
