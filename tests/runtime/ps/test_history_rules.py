@@ -83,12 +83,15 @@ def test_without_a_rule_a_round_is_assigned_and_the_states_of_the_last_rule_are_
     server = serving()
     server.rule("sgd", learning_rate=1.0, momentum=0.5)
     push_round(server, 1, {"a": [4, 4]})
+    server.rule("sgd", learning_rate=0.5, momentum=0.5)
+    push_round(server, 2, {"a": [4, 4]})
+    assert values(server.pull(0, 2)) == {"a": [-8, -8]}, "the other rule goes on with the momentum"
     server.rule(None)
-    push_round(server, 2, {"a": [1, 1]})
-    assert values(server.pull(0, 2)) == {"a": [1, 1]}
-    server.rule("sgd", learning_rate=1.0, momentum=0.5)
     push_round(server, 3, {"a": [1, 1]})
-    assert values(server.pull(0, 3)) == {"a": [0, 0]}, "no momentum is left"
+    assert values(server.pull(0, 3)) == {"a": [1, 1]}
+    server.rule("sgd", learning_rate=1.0, momentum=0.5)
+    push_round(server, 4, {"a": [1, 1]})
+    assert values(server.pull(0, 4)) == {"a": [0, 0]}, "no momentum is left"
 
 
 def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round(serving: Serving) -> None:
@@ -1041,6 +1044,24 @@ def test_a_saved_state_of_another_kind_than_the_rules_is_an_error_and_nothing_is
     assert found == "key 'a' of the states in %s: %s" % (tmp_path, text)
     server.scheduler(Kind.LOAD, 7, action="commit", rounds=[])
     assert values(server.pull(0, 0)) == {"a": [0, 0]}
+
+
+@pytest.mark.parametrize(("saver", "loader", "found"), [(None, 0.5, -1), (0.5, 0.0, -5), (0.5, 0.5, -7)])
+def test_a_load_leaves_nothing_of_the_state_before_it_and_brings_what_the_rule_knows(
+    serving: Serving, tmp_path: Path, saver: float | None, loader: float, found: float
+) -> None:
+    """Saved was a value that was never updated, or its first step of 4. The next one is of 1."""
+    first, server = serving(), serving()
+    if saver is not None:
+        first.rule("sgd", learning_rate=1.0, momentum=saver)
+        push_round(first, 1, {"a": [4, 4]})
+    holds = saved(first, tmp_path, "a")
+    server.rule("sgd", learning_rate=1.0, momentum=loader)
+    push_round(server, 1, {"a": [100, 100]})
+    stage(server, tmp_path, holds, "a", spec={"name": "sgd", "params": {"learning_rate": 1.0, "momentum": loader}})
+    server.scheduler(Kind.LOAD, 7, action="commit", rounds=[[0, 1]])
+    push_round(server, 2, {"a": [1, 1]})
+    assert values(server.pull(0, 2)) == {"a": [found, found]}
 
 
 def test_states_are_refused_when_the_rule_was_changed_while_they_were_read(serving: Serving, tmp_path: Path) -> None:

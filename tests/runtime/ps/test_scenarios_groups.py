@@ -12,7 +12,6 @@ import pytest
 from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, PeerLost
-from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ps import statefile
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
@@ -82,28 +81,6 @@ def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job)
     for rank, each in enumerate(found):
         own = {name: [sums[name]] * 4 for name, ranks in groups.items() if rank in ranks}
         assert each == {**own, "all": [10] * 4}
-
-
-def test_a_worker_alone_may_have_a_group_and_waits_for_no_other(job: Job, tmp_path: Path) -> None:
-    def script(session: Any) -> Any:
-        if session.rank != 1:
-            return None
-        kv = open_store("dist_sync", session, group="alone", members=[1])
-        kv.init("w", full(0))
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        for _ in range(3):
-            kv.push("w", full(1))
-        kv.barrier()
-        kv.save_states(tmp_path)
-        first = pulled(kv)
-        kv.join()
-        kv.load_states(tmp_path)
-        assert pulled(kv) == first
-        kv.close()
-        return kv.rank, kv.num_workers, first
-
-    with job(3, 2) as made:
-        assert made.run_sessions(script)[1] == (0, 1, [-(1 + 1.5 + 1.75)] * 4)
 
 
 def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(job: Job) -> None:
@@ -223,6 +200,7 @@ def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other
     ("rank", "call", "function"),
     [
         (0, "save_states", "write_manifest"),
+        (0, "save_states", "write"),
         (1, "save_states", "write"),
         (0, "load_states", "read_manifest"),
         (1, "load_states", "read_residuals"),
@@ -275,31 +253,6 @@ def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_
     assert kind == "KVError"
     assert said.endswith(f"worker-{rank} failed at {call}: {why}")
     assert len(list(tmp_path.glob("data-*"))) == 1
-
-
-@pytest.mark.parametrize("function", ["write", "write_manifest"])
-def test_the_first_worker_removes_what_was_written_if_its_save_is_interrupted(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    usual = getattr(statefile, function)
-
-    def interrupted(*arguments: Any) -> Any:
-        if function == "write" and arguments[2] != statefile.worker_file(0):
-            return usual(*arguments)
-        raise KeyboardInterrupt
-
-    def script(session: Any) -> None:
-        kv = open_store("dist_sync", session)
-        kv.set_gradient_compression({"type": "2bit", "threshold": 4, "min_size": 0})
-        kv.init("w", full(1))
-        kv.push("w", full(1))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(statefile, function, interrupted)
-            kv.save_states(tmp_path)
-
-    with job(1, 2) as made:
-        made.run_sessions(script)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
@@ -374,46 +327,6 @@ def test_a_worker_that_ends_is_missed_by_its_groups_only(job: Job) -> None:
 
     with job(4, 2) as made:
         made.run_sessions(script)
-
-
-def test_rounds_are_skipped_in_a_group_and_told_by_ranks_in_the_job(job: Job) -> None:
-    def script(session: Any) -> Any:
-        kv = of_pair(session)
-        kv.init("w", full(3))
-        if session.rank == 3:
-            return dict(kv.skip_round("w", {"why": "nan"}).skipped)
-        out = full(0)
-        return dict(kv.pushpull("w", full(1), out).skipped), out.tolist()
-
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
-    notes = {1: None, 3: {"why": "nan"}}
-    assert found == [({}, [2] * 4), (notes, [0] * 4), ({}, [2] * 4), notes]
-
-
-@pytest.mark.parametrize("way", ["2bit", "rows", "deterministic", "wide"])
-def test_values_of_a_group_may_be_compressed_sparse_ordered_and_long(job: Job, way: str) -> None:
-    rows = np.eye(4, dtype=np.float32)
-
-    def script(session: Any) -> list[float]:
-        kv = of_pair(session, deterministic=way == "deterministic")
-        if way == "2bit":
-            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
-        count = 70000 if way == "wide" else 4
-        kv.init("w", RowSparse.from_dense(rows) if way == "rows" else full(0, count))
-        for number in (1, 1, 1) if way == "2bit" else (1, 2, 3):
-            if way == "rows":
-                kv.push("w", RowSparse(full(session.rank)[None], [kv.rank], (4, 4)))
-                out = np.zeros((4, 4), np.float32)
-                kv.pull("w", out)
-                assert [row[0] for row in out] == [kv.members[0], kv.members[1], 0, 0]
-            else:
-                kv.push("w", full(number, count))
-                assert set(pulled(kv, count=count)) == {2 * number}
-        return [float(kv.rank)]
-
-    with job(4, 2) as made:
-        assert made.run_sessions(script) == [[0], [0], [1], [1]]
 
 
 def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:

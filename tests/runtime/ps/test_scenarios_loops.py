@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +24,12 @@ HABIT = 3
 """Rounds after which pushes ask for their result."""
 
 
-def start(kv: Any) -> None:
+def start(kv: Any, rounds: int = HABIT) -> None:
+    """Initialise the keys and make so many rounds; then pushes ask for their results."""
     for key, shape in SHAPES.items():
         kv.init(key, np.zeros(shape, np.float32))
+    for number in range(rounds):
+        round_of(kv, number)
 
 
 def round_of(kv: Any, number: int) -> None:
@@ -67,8 +69,6 @@ def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_ke
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         counts = counting(session)
         for number in range(5):
             round_of(kv, 100 * number)
@@ -82,7 +82,7 @@ def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_ke
 def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_async", session)
-        start(kv)
+        start(kv, rounds=0)
         kv.set_optimizer("sgd", learning_rate=1.0)
         counts = counting(session)
         out = np.zeros(SHAPES["small"], np.float32)
@@ -102,8 +102,6 @@ def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(
 
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         ones = np.ones(SHAPES["large"], np.float32)
         if kv.rank == 0:
             kv.push("large", ones).wait()
@@ -131,8 +129,6 @@ def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_result
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("small", np.ones(SHAPES["small"], np.float32))
         if is_idle:
             # Then the next push goes by itself; otherwise it is gathered, as the end of the one before is under way.
@@ -153,8 +149,6 @@ def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_result
 def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("medium", np.ones(SHAPES["medium"], np.float32))
         kv.assign("medium", np.full(SHAPES["medium"], 77, np.float32))
         out = np.zeros(SHAPES["medium"], np.float32)
@@ -168,8 +162,6 @@ def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
 def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: Job) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("small", np.full(SHAPES["small"], 5, np.float32))
         other, out = np.zeros(SHAPES["medium"], np.float32), np.zeros(SHAPES["small"], np.float32)
         kv.pull("medium", other)
@@ -191,8 +183,6 @@ def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: J
 def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(job: Job) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         if kv.rank == 0:
             kv.push("small", np.full(SHAPES["small"], 9, np.float32))
         else:
@@ -208,8 +198,6 @@ def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_hav
 def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.set_updater(refusing)
         for _ in range(2):
             kv.push("small", np.ones(SHAPES["small"], np.float32))
@@ -223,26 +211,3 @@ def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
 
 def refusing(key: Any, received: Any, stored: Any) -> None:
     raise ValueError("refused by the updater")
-
-
-def test_two_threads_with_keys_of_their_own_get_their_sums(job: Job) -> None:
-    def script(kv: Any) -> None:
-        start(kv)
-        found: list[bool] = []
-
-        def loop(key: str) -> None:
-            out = np.zeros(SHAPES[key], np.float32)
-            for number in range(20):
-                kv.push(key, np.full(SHAPES[key], number, np.float32))
-                kv.pull(key, out)
-                found.append(bool((out == 2 * number).all()))
-
-        threads = [threading.Thread(target=loop, args=(key,)) for key in SHAPES]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert found == [True] * 60
-
-    with job(2, 2) as made:
-        made.run(script)

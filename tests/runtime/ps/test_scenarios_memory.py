@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store
+from cluster import Cluster, open_store, run_job
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
@@ -65,30 +65,6 @@ def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(job: J
 
     with job(3, 2) as made:
         made.run_sessions(script)
-
-
-def test_a_pushed_array_may_be_written_when_its_pending_was_waited_for_and_nobody_else_has_to_come(job: Job) -> None:
-    """Worker 1 pushes only when worker 0 has overwritten what it pushed."""
-    is_written = threading.Event()
-
-    def script(kv: Any) -> None:
-        arrays = filled(kv, 1.0)
-        kv.init(KEYS, arrays)
-        if kv.rank == 0:
-            pushed = kv.push(KEYS, arrays, wait=False)
-            pushed.wait()
-            for array in arrays:
-                array.fill(1000.0)
-            is_written.set()
-        else:
-            assert is_written.wait(60)
-            kv.push(KEYS, arrays)
-        outs = filled(kv, 0.0)
-        kv.pull(KEYS, outs)
-        check(outs, 2.0)
-
-    with job(2, 2) as made:
-        made.run(script)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -254,41 +230,7 @@ def test_an_asynchronous_store_takes_and_shows_values_too(job: Job) -> None:
         made.run(script, "dist_async")
 
 
-def test_a_pushpull_of_one_call_and_of_two_give_the_same_also_mixed(job: Job) -> None:
-    """One worker uses pushpull, the other push and pull."""
-
-    def script(kv: Any) -> None:
-        arrays, outs = filled(kv, 0.0), filled(kv, 0.0)
-        kv.init(KEYS, arrays)
-        for step in range(1, 9):
-            for array in arrays:
-                array.fill(step)
-            if (step + kv.rank) % 2:
-                kv.pushpull(KEYS, arrays, out=outs)
-            else:
-                kv.push(KEYS, arrays)
-                kv.pull(KEYS, outs)
-            check(outs, 2 * step)
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
-def test_arrays_stay_usable_when_the_store_is_closed(job: Job) -> None:
-    def script(kv: Any) -> Any:
-        arrays = filled(kv, 3.0)
-        kv.init(KEYS, arrays)
-        kv.close()
-        return arrays
-
-    with job(1, 1) as made:
-        [arrays] = made.run(script)
-    check(arrays, 3.0)
-    arrays[0].fill(4.0)
-
-
-@pytest.mark.parametrize("name", ["local", "dist_sync"])
-def test_what_is_no_shape_or_dtype_is_named(job: Job, name: str) -> None:
+def test_what_is_no_shape_or_dtype_is_named() -> None:
     def script(kv: Any) -> None:
         for arguments, text in (
             (((3,), "float33"), "float33"),
@@ -300,11 +242,8 @@ def test_what_is_no_shape_or_dtype_is_named(job: Job, name: str) -> None:
             with pytest.raises(KVError, match=text):
                 kv.empty(*arguments)
 
-    if name == "local":
-        script(create("local"))
-        return
-    with job(1, 1) as made:
-        made.run(script)
+    script(create("local"))
+    run_job(script, 1, 1)
 
 
 def test_arrays_of_all_types_can_be_had_and_viewed(job: Job) -> None:

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster
 
-from distrun_runtime.errors import StoreClosed
-
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
@@ -51,39 +49,6 @@ def number_in(value: Any) -> float:
 
 def expected(keys: list[str], value: float) -> list[float]:
     return [value if full(key, 0).size else 0.0 for key in keys]
-
-
-def test_many_keys_in_one_call_come_in_any_order(job: Job) -> None:
-    keys = ["k%d" % number for number in range(200)]
-
-    def script(kv: Any) -> None:
-        chance = random.Random(kv.rank)
-        kv.init(keys, [np.zeros((number % 7, 3), np.float32) for number in range(200)])
-        for step in range(1, 4):
-            order = chance.sample(range(200), 200)
-            kv.push([keys[n] for n in order], [np.full((n % 7, 3), (kv.rank + 1) * n * step, "f4") for n in order])
-            order = chance.sample(range(200), 200)
-            outs = [np.full((n % 7, 3), -1, np.float32) for n in order]
-            kv.pull([keys[n] for n in order], outs)
-            assert [(n, out.tolist()) for n, out in zip(order, outs, strict=True) if (out != 3 * n * step).any()] == []
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
-def test_workers_group_the_keys_of_a_round_as_they_like(job: Job) -> None:
-    """Worker 0 pushes all in one call, worker 1 each alone in another order, worker 2 in two calls."""
-
-    def script(kv: Any) -> None:
-        zeros(kv, KEYS)
-        for step in range(1, 4):
-            groups = [[KEYS], [[key] for key in reversed(KEYS)], [KEYS[3:], KEYS[:3]]][kv.rank]
-            for group in groups:
-                kv.push(group, [full(key, 10**kv.rank * step) for key in group])
-            assert pulled(kv, KEYS) == expected(KEYS, 111 * step)
-
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -219,26 +184,6 @@ def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
         made.run(script)
 
 
-def test_small_and_large_values_in_one_call(job: Job) -> None:
-    """From nothing to 9 MiB, in one list."""
-    sizes = [0, 1, 3, 1000, MIB, MIB + 1, 9 * MIB // 4]
-
-    def script(kv: Any) -> None:
-        keys = list(range(len(sizes)))
-        kv.init(keys, [np.zeros(size, np.float32) for size in sizes])
-        values = [np.arange(size, dtype=np.float32) % 1000 * (kv.rank + 1) for size in sizes]
-        outs = [np.full(size, -1, np.float32) for size in sizes]
-        for _ in range(2):
-            kv.pushpull(keys, values, outs)
-            for out, size in zip(outs, sizes, strict=True):
-                assert np.array_equal(out, np.arange(size, dtype=np.float32) % 1000 * 3)
-        kv.pushpull(keys, values)
-        assert all(np.array_equal(one, other) for one, other in zip(values, outs, strict=True))
-
-    with job(2, 2, bigarray_bound=MIB) as made:
-        made.run(script)
-
-
 @pytest.mark.parametrize("rule", [None, "test", "sgd", "adam"])
 def test_pushed_arrays_are_never_written_and_may_be_changed_at_once(job: Job, rule: str | None) -> None:
     def script(kv: Any) -> Any:
@@ -264,20 +209,6 @@ def test_pushed_arrays_are_never_written_and_may_be_changed_at_once(job: Job, ru
         assert one == ([6.0, 6.0] if rule else [3.0, 3.0])
 
 
-def test_assigned_values_come_between_rounds_and_are_no_round(job: Job) -> None:
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "wide"])
-        kv.push(["a", "wide"], [full("a", 1), full("wide", 1)])
-        assert pulled(kv, ["a", "wide"]) == [2, 2]
-        kv.assign(["wide", "a"], [full("wide", 5 + kv.rank), full("a", 7 + kv.rank)])
-        assert pulled(kv, ["a", "wide"]) == [7, 5], "rank 0's values"
-        kv.push(["a", "wide"], [full("a", 3), full("wide", 3)])
-        assert pulled(kv, ["a", "wide"]) == [6, 6]
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
 # Workers that join and leave
 
 
@@ -294,35 +225,6 @@ def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
         assert pulled(kv, ["wide", "a"]) == [500, 500]
         kv.push(["a", "wide"], [full("a", 1), full("wide", 1)])
         assert pulled(kv, ["a", "wide"]) == [3, 3], "they begin anew together"
-
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_a_worker_leaves_in_the_middle_of_open_rounds(job: Job) -> None:
-    """It has pushed one round of three; the others' rounds go on with what is there."""
-    left = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "wide"])
-        if kv.rank == 2:
-            kv.push("a", full("a", 100))
-            kv.leave()
-            with pytest.raises(StoreClosed):
-                kv.push("a", full("a", 100))
-            left.set()
-            return
-        outs, pending = [full("a", -1) for _ in range(3)], []
-        for step in range(3):
-            kv.push("a", full("a", 10**kv.rank * (step + 1)))
-            pending.append(kv.pull("a", outs[step], wait=False))
-        assert left.wait(DEADLINE_S)
-        for each in pending:
-            each.wait()
-        assert [number_in(out) for out in outs] == [111, 22, 33]
-        kv.push("wide", full("wide", 1))
-        assert pulled(kv, ["wide"]) == [2]
-        kv.barrier()
 
     with job(3, 2, bigarray_bound=BOUND) as made:
         made.run(script)
@@ -352,33 +254,3 @@ def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(job: Job
 
     with job(3, 2, bigarray_bound=BOUND) as made:
         made.run(script, "dist_async")
-
-
-def test_a_pull_waits_while_another_worker_is_further_behind_than_the_bound(job: Job) -> None:
-    asked = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "b"])
-        kv.set_optimizer("test")
-        kv.barrier()
-        if kv.rank == 0:
-            for step in (1, 2):
-                kv.push("a", full("a", 1))
-                assert pulled(kv, ["a"]) == [step], "worker 1 is at most two pushes behind"
-            kv.push("a", full("a", 1))
-            out = full("a", -1)
-            pending = kv.pull("a", out, wait=False)
-            kv.push("b", full("b", 1))
-            assert pulled(kv, ["b"]) == [1], "key b has a bound of its own"
-            while not sum(facts["queue"] for facts in kv.stats()):
-                assert not pending.is_done
-            asked.set()
-            pending.wait()
-            assert number_in(out) == 13
-        else:
-            assert asked.wait(DEADLINE_S)
-            kv.push("a", full("a", 10))
-        kv.barrier()
-
-    with job(2, 2) as made:
-        made.run(script, "dist_async", staleness=2)

@@ -107,41 +107,6 @@ def test_sums_beyond_the_range_of_a_type_are_infinite_or_wrap_around(job: Job) -
         made.run(script)
 
 
-def test_values_without_elements_or_dimensions_and_strided_ones_share_a_call(job: Job) -> None:
-    def script(kv: Any) -> None:
-        base = np.arange(200, dtype=np.float32).reshape(10, 20)
-        first = {"scalar": np.float32(2), "none": np.zeros((0, 3), "f4"), "strided": base[::2, ::3], "flat": base[0]}
-        keys = list(first)
-        kv.init(keys, list(first.values()))
-        for _ in range(2):
-            order = keys if kv.rank else keys[::-1]
-            kv.push(order, [first[key] for key in order])
-            wide = np.zeros((10, 20), np.float32)
-            outs = {"scalar": np.zeros((), "f4"), "none": np.zeros((0, 3), "f4"), "strided": wide[::2, ::3]}
-            outs["flat"] = np.zeros(20, np.float32)
-            kv.pull(keys, [outs[key] for key in keys])
-            assert outs["scalar"] == 4
-            assert (wide[::2, ::3] == 2 * base[::2, ::3]).all()
-            assert not wide[1].any()
-            assert not wide[:, 1].any(), "what lies between is left alone"
-            assert (outs["flat"] == 2 * base[0]).all()
-
-    with job(2, 2, bigarray_bound=20) as made:
-        made.run(script)
-
-
-def test_a_value_without_elements_has_rounds_of_its_own(job: Job) -> None:
-    def script(kv: Any) -> list[int]:
-        kv.init("none", np.zeros(0, np.float32))
-        kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.5)
-        for _ in range(3):
-            kv.pushpull("none", np.zeros(0, np.float32))
-        return [facts["rounds"] for facts in kv.stats()]
-
-    with job(2, 1) as made:
-        assert made.run(script) == [[3], [3]]
-
-
 # Rows
 
 
@@ -168,19 +133,6 @@ def test_rows_and_dense_contributions_to_one_key_make_one_sum(job: Job) -> None:
         made.run(script)
 
 
-def test_a_round_of_rows_assigns_their_sum_and_one_without_any_assigns_zeros(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init("t", RowSparse.from_dense(np.full(TABLE, 9, "f4")))
-        kv.push("t", rows(TABLE, [5 * kv.rank, 7], kv.rank + 1))
-        found = pulled(kv, "t", TABLE)
-        assert (found[0, 0], found[5, 0], found[7, 0], found.sum()) == (1, 2, 3, 6 * 6)
-        kv.push("t", RowSparse.empty(TABLE))
-        assert not pulled(kv, "t", TABLE).any()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
 @pytest.mark.parametrize("dtype", ["float64", *HALVES, "int8"])
 def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) -> None:
     large = {"float16": 2048, "bfloat16": 256, "int8": 100, "float64": 1}[dtype]
@@ -199,62 +151,7 @@ def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) 
         made.run(script)
 
 
-@pytest.mark.parametrize(("name", "params"), [("sgd", {"momentum": 0.5}), ("adam", {}), ("adagrad", {})])
-def test_a_round_of_rows_touches_only_these_rows_of_weight_and_state(
-    job: Job, name: str, params: dict[str, Any]
-) -> None:
-    """Other rows neither decay nor move on by momentum; what they do next is as if the round had not been."""
-
-    def script(kv: Any) -> Any:
-        kv.init(["t", "u"], [RowSparse.from_dense(np.ones(TABLE, "f4")), RowSparse.from_dense(np.ones(TABLE, "f4"))])
-        kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
-        for key in ("t", "u"):
-            kv.push(key, rows(TABLE, [0, 1], 1))
-        before = pulled(kv, "t", TABLE)
-        kv.push("t", rows(TABLE, [1], 1) if kv.rank else RowSparse.empty(TABLE))
-        after = pulled(kv, "t", TABLE)
-        changed = (after != before).any(axis=1)
-        assert np.flatnonzero(changed).tolist() == [1]
-        if name != "adam":  # adam counts the rounds of the value
-            for key in ("t", "u"):
-                kv.push(key, rows(TABLE, [0], 1))
-            assert np.array_equal(pulled(kv, "t", TABLE)[0], pulled(kv, "u", TABLE)[0])
-        return after
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        one, other = made.run(script)
-    assert np.array_equal(one, other)
-
-
 # Compression and scales
-
-
-def test_compressed_and_plain_keys_share_a_call(job: Job) -> None:
-    """Each key by another codec, one by none, one of integers."""
-    kinds = ["2bit", "1bit", "1bit_scaled", "fp16", "topk", "none"]
-
-    def script(kv: Any) -> None:
-        for kind in kinds[:-1]:
-            kv.set_gradient_compression({"type": kind, "min_size": 0}, keys=kind)
-        kv.set_gradient_compression({"type": "1bit", "min_size": 0, "threshold": 0.0}, keys="1bit")
-        keys = [*kinds, "ints"]
-        values = [np.full((20, 11), 0.5, np.float32) for _ in kinds] + [np.full((20, 11), 3)]
-        kv.init(keys, [np.zeros_like(value) for value in values])
-        order = list(range(len(keys))) if kv.rank else list(range(len(keys)))[::-1]
-        outs = [np.zeros_like(value) for value in values]
-        kv.push([keys[n] for n in order], [values[n] for n in order])
-        kv.pull(keys, outs)
-        found = dict(zip(keys, outs, strict=True))
-        assert (found["2bit"] == 1).all(), "each worker sends the threshold"
-        assert (found["1bit"] == 2).all(), "each worker sends the sign of what is above 0"
-        assert np.allclose(found["1bit_scaled"], 1)
-        assert (found["fp16"] == 1).all()
-        assert 0 < np.count_nonzero(found["topk"]) < 220, "the largest, and no others"
-        assert (found["none"] == 1).all()
-        assert (found["ints"] == 6).all()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *HALVES])
@@ -313,35 +210,6 @@ def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(jo
             assert (pulled(kv, "w", TABLE, dtype) == expected).all()
             if not expected:
                 kv.assign(["s", "w"], [of(8, dtype, (3,)), of(8, dtype, TABLE)])
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_another_rule_keeps_the_state_that_both_know_and_none_forgets_it(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init(["s", "w"], [np.zeros(3, "f4"), np.zeros(TABLE, "f4")])
-
-        def round_of(value: float) -> float:
-            kv.push(["w", "s"], [np.full(TABLE, value / 2, "f4"), np.full(3, value / 2, "f4")])
-            found, other = pulled(kv, "s", (3,)), pulled(kv, "w", TABLE)
-            assert (other == found[0]).all()
-            kv.barrier()
-            return float(found[0])
-
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        assert round_of(4) == -4
-        if kv.rank == 0:
-            kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5, replace=True)
-        kv.barrier()
-        assert round_of(4) == -8, "v = 0.5 * -4 - 0.5 * 4"
-        if kv.rank == 0:
-            kv.set_updater(None)
-        kv.barrier()
-        assert round_of(1) == 1, "without a rule the sum is assigned"
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        kv.barrier()
-        assert round_of(1) == 0, "nothing is left of the momentum"
 
     with job(2, 2, bigarray_bound=BOUND) as made:
         made.run(script)
