@@ -105,17 +105,6 @@ def test_a_last_word_before_a_frame_that_is_wrong_does_not_count(last: dict[str,
     assert not inlet.is_leaving
 
 
-def test_frames_become_events_and_the_end_is_explained() -> None:
-    pipes = Pipes()
-    os.write(pipes.say, b"welcome\nDISTRUN/1 x\n" + HELLO)
-    assert isinstance(pipes.next(), agent_messages.Warned)
-    assert isinstance(pipes.next(), agent_messages.AgentHello)
-    os.close(pipes.say)
-    assert lost(pipes) == "its connection ended: exit code 9"
-    pipes.channel.kill()
-    os.close(pipes.hear)
-
-
 @pytest.mark.parametrize("rubbish", [b"\xff" * 20, b"\0\0\0\x02{}", b"\0\0\0\x12" + b'{"type":"started"}'])
 def test_rubbish_ends_the_channel_with_a_reason(rubbish: bytes) -> None:
     pipes = Pipes()

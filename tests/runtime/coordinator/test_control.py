@@ -16,15 +16,11 @@ from typing import Any
 
 import pytest
 from distrun_cli import wait_until
-from sample_plan import sample_plan
 from serviceclient import LIMIT_S, ServiceClient
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
 from distrun_runtime.coordinator import clients, messages, service
-from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.logreader import LoggedOutput
-from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.service import ControlSocket, Service
 from distrun_runtime.errors import ContractError
 
@@ -397,32 +393,6 @@ def test_output_is_read_from_the_logs_from_where_a_client_wants(job: Job) -> Non
     assert (frame.body, frame.header["cursor"]) == (b"d\n", 4)
 
 
-def test_a_subscription_until_now_ends_with_what_there_was(folder: str, tmp_path: Path) -> None:
-    jobs = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
-    jobs.start(sample_plan())
-    spool = Spool(jobs.logs)
-    served = Service(None, jobs.id, lambda wanted: LoggedOutput(jobs, wanted))
-    served.start()
-    listener = ControlSocket(jobs.id, folder)
-    served.listen(listener)
-    client = Client(listener.path)
-    client.send("subscribe", output={"cursor": 0, "until": "now"})
-    assert client.next().header == {"type": "output_end", "cursor": 0}
-    spool.add("worker-0", "out", 0, b"a\n")
-    spool.add("worker-1", "out", 0, b"b\n")
-    spool.flush()
-    client.send("subscribe", output={"tail": 5, "tasks": ["worker-0"], "until": "now"})
-    output, end = client.next(), client.next()
-    assert (output.body, end.header) == (b"a\n", {"type": "output_end", "cursor": 4})
-    spool.add("worker-0", "out", 2, b"c\n")
-    spool.flush()
-    served.output("worker-0", "d1", "out", b"c\n", 2)
-    served.finish({"exit_code": 0})
-    assert [frame.type for frame in client.rest()] == ["outcome"]
-    spool.close()
-    served.close()
-
-
 class Torn:
     """Output that cannot be read."""
 
@@ -637,23 +607,6 @@ def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
     assert len(seen) < 90
     assert seen == sorted(set(seen))
     assert seen[-1] == 99
-
-
-def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[str]) -> None:
-    ours, its = socket.socketpair()
-    job, client = Job(folder, ours), ServiceClient(its)
-    job.opened()
-    client.send("subscribe", metrics=True, look=["d1"])
-    assert client.ask("state").type == "state"
-    assert wanted(job) == [(True, ("d1",))]
-    job.service.metrics({"time": 1})
-    assert client.next().type == "metrics"
-    client.send("detach")
-    client.rest()
-    wait_until(lambda: wanted(job)[-1] == (False, ()), LIMIT_S)
-    its.close()
-    job.service.close()
-    assert signals == []
 
 
 # ---------------------------------------------------------------------- detaching

@@ -183,14 +183,6 @@ def test_a_lost_host_ends_the_wait_and_is_the_cause() -> None:
     assert history.lost("d2", at=5.2).end().exit_code == 7
 
 
-def test_the_stamp_of_the_word_is_corrected_for_the_clock_of_its_host() -> None:
-    history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), obedient=False)
-    history.hello("d1").hello("d2", time=WALL - 200).ready("d1").ready("d2")
-    history.started("worker-0").started("worker-1").beat_to(10)
-    history.fails("worker-1", at=9.5 - 200).exited("worker-0", 5, at=9.0)
-    assert history.end().exit_code == 5
-
-
 @pytest.mark.parametrize("jump_s", [43200.0, -43200.0], ids=["forward", "back"])
 def test_a_clock_that_is_set_while_the_job_runs_does_not_hide_the_first_failure(jump_s: float) -> None:
     """d2 fails first. By its clock that was half a day later, or d1's consequence half a day after it."""

@@ -115,26 +115,6 @@ def test_results_come_in_the_order_of_the_work_whatever_its_size(bench: Callable
     assert one.engine.result() is None
 
 
-def test_a_pull_that_is_asked_for_behind_an_update_gets_its_value(bench: Callable[..., Bench]) -> None:
-    one = bench()
-    for each in (one.apply(1, is_much=True, value=7), *one.ask(1, 0)):
-        assert one.engine.do(each) is None
-    for _ in range(2):
-        one.engine.result(waits=True)
-    reply = one.take(None)
-    assert values(reply) == [7, 7]
-
-
-def test_a_reply_keeps_its_values_while_the_next_round_is_applied(bench: Callable[..., Bench]) -> None:
-    one = bench()
-    for each in (one.apply(1, is_much=True, value=7), *one.ask(1, 0), one.apply(2, is_much=True, value=8)):
-        one.engine.do(each)
-    done = [one.engine.result(waits=True) for _ in range(4)]
-    assert done[2] is not None
-    assert values(done[2].value) == [7, 7]
-    one.engine.sent(done[2].value.lent, None)
-
-
 @pytest.mark.parametrize("how", ["a round", "an assignment"])
 def test_a_value_that_a_reply_reads_is_the_same_after_an_update_of_it_has_failed(
     bench: Callable[..., Bench], how: str, monkeypatch: pytest.MonkeyPatch
@@ -192,17 +172,6 @@ def test_with_much_work_in_the_queue_more_is_taken_only_when_the_engine_has_caug
     asking.join(LIMIT_S)
     one.take(None)
     one.take(None)
-
-
-def test_what_a_rule_raises_later_is_in_the_result_of_its_work(bench: Callable[..., Bench]) -> None:
-    Gate.close(ValueError("too warm"))
-    one = bench(GATED)
-    one.engine.do(one.apply(1, is_much=True))
-    Gate.leave.set()
-    applied = one.take(None)
-    [(error, trace)] = applied.failed.values()
-    assert str(error) == "too warm"
-    assert "gated_rules" in trace
 
 
 def test_a_rule_that_ends_the_process_is_reported_to_the_loop(bench: Callable[..., Bench]) -> None:

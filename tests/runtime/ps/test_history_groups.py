@@ -178,25 +178,6 @@ def test_the_first_member_has_duties_which_others_cannot_do_when_it_has_left() -
     assert told == dict.fromkeys(["w2", "w3"], "worker-1, who writes the manifest, has left the store")
 
 
-def test_a_first_member_that_stops_sending_values_is_named() -> None:
-    job = Job(4)
-    number = opened(job, 1, 3)
-    for rank in (1, 3):
-        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
-    told = reasons(job.hear("w1", Kind.KEYS, store=number, number=2, take_back=True))
-    assert told == {"w3": "worker-1 has stopped waiting for init and does not send the values"}
-
-
-def test_a_first_member_that_ends_before_it_has_sent_the_values_is_named() -> None:
-    job = Job(4)
-    number = opened(job, 1, 3)
-    for rank in (1, 3):
-        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
-    job.hear("w0", Kind.BYE)
-    told = reasons(job.hear("w1", Kind.BYE))
-    assert told == {"w3": "worker-1@d1 (pid 1) has ended (BYE) and will never send the values of init"}
-
-
 def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
     job = Job(4)
     number = opened(job, 0, 2)
@@ -541,13 +522,6 @@ def shared(serving: Serving) -> History:
     assert said(server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)) == ["scheduler OPEN"]
     assert said(server.init({"a": [0, 0], "b": [0, 0]})) == ["w0 INIT"]
     return server
-
-
-def test_a_round_is_over_when_the_members_have_pushed_it(shared: History) -> None:
-    shared.push(0, 1, {"a": [1, 2]})
-    assert shared.pull(0, 1) == []
-    assert said(shared.push(2, 1, {"a": [10, 20]})) == ["w0 PULL", "w2 PUSH"]
-    assert values(shared.pull(2, 1)) == {"a": [11, 22]}
 
 
 def test_whom_a_pull_waits_for_is_a_member_by_its_name_in_the_job(shared: History) -> None:

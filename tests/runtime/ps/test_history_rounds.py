@@ -38,15 +38,6 @@ def test_keys_have_rounds_of_their_own(serving: Serving) -> None:
     assert values(server.pull(0, 1, "b")) == {"b": [5, 5]}
 
 
-def test_rounds_that_are_ahead_are_summed_apart(serving: Serving) -> None:
-    server = serving()
-    for number in (1, 2, 3):
-        server.push(0, number, {"a": [number, 0]})
-    for number in (1, 2, 3):
-        server.push(1, number, {"a": [10 * number, 1]})
-        assert values(server.pull(1, number)) == {"a": [11 * number, 1]}
-
-
 def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_come(serving: Serving) -> None:
     """Worker 0 pushes both keys in one message, worker 1 each alone, the second one first."""
     server = serving()
@@ -155,10 +146,6 @@ def test_a_repeat_of_some_keys_of_a_push_is_counted_for_the_others_only(serving:
 # Pulls
 
 
-def test_a_pull_before_any_push_is_answered_at_once(serving: Serving) -> None:
-    assert values(serving().pull(0, 0)) == {"a": [0, 0]}
-
-
 def test_a_pull_of_the_own_round_is_answered_when_the_round_is_over_and_the_push_after_it(serving: Serving) -> None:
     server = serving()
     server.push(0, 1, {"a": [1, 1]})
@@ -184,38 +171,6 @@ def test_a_pull_gets_its_own_round_though_the_next_is_complete_too(serving: Serv
     [reply] = [each for each in sent if each.kind is Kind.PULL]
     assert values([reply]) == {"a": [1, 1]}
     assert values(server.pull(0, 2)) == {"a": [10, 2]}
-
-
-def test_a_pull_of_an_earlier_round_than_the_present_is_answered_at_once(serving: Serving) -> None:
-    server = serving()
-    for number in (1, 2):
-        for rank in (0, 1):
-            server.push(rank, number, {"a": [number, number]})
-    assert said(server.pull(0, 1)) == ["w0 PULL"]
-
-
-def test_a_pull_of_several_keys_is_answered_once_each_with_the_value_of_its_round(serving: Serving) -> None:
-    """Key a goes on to the next round while the pull waits for key b."""
-    server = serving()
-    server.push(0, 1, {"a": [1, 1], "b": [2, 2]})
-    assert server.pull(0, 1, "a", "b") == []
-    assert said(server.push(1, 1, {"a": [10, 10]})) == ["w1 PUSH"]
-    server.push(1, 2, {"a": [50, 50]})
-    assert said(server.push(0, 2, {"a": [50, 50]})) == ["w0 PUSH"]
-    sent = server.push(1, 1, {"b": [20, 20]})
-    assert sorted(said(sent)) == ["w0 PULL", "w1 PUSH"]
-    [reply] = [each for each in sent if each.kind is Kind.PULL]
-    assert values([reply]) == {"a": [11, 11], "b": [22, 22]}
-
-
-def test_pulls_of_two_workers_are_both_answered(serving: Serving) -> None:
-    server = serving()
-    server.push(0, 1, {"a": [1, 1]})
-    server.pull(0, 1)
-    server.push(1, 1, {"a": [1, 1]})
-    server.push(1, 2, {"a": [1, 1]})
-    server.pull(1, 2)
-    assert sorted(said(server.push(0, 2, {"a": [1, 1]}))) == ["w0 PUSH", "w1 PULL"]
 
 
 def test_a_reply_names_its_pieces_as_the_pull_did(serving: Serving) -> None:
@@ -394,17 +349,6 @@ def test_a_worker_never_waits_for_a_push_of_its_own_that_was_refused(serving: Se
 
 
 # Joining, leaving, dying
-
-
-def test_a_worker_that_joined_counts_as_zero_from_then_on(serving: Serving) -> None:
-    server = serving()
-    server.push(0, 1, {"a": [1, 1]})
-    server.pull(0, 1)
-    sent = server.join(1)
-    assert sorted(said(sent)) == ["scheduler JOIN", "w0 PULL"]
-    assert values([each for each in sent if each.kind is Kind.PULL]) == {"a": [1, 1]}
-    server.push(0, 2, {"a": [5, 5]})
-    assert values(server.pull(0, 2)) == {"a": [5, 5]}
 
 
 def test_a_worker_that_joins_in_open_rounds_completes_those_that_the_others_have_pushed(serving: Serving) -> None:

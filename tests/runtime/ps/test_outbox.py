@@ -38,14 +38,6 @@ def test_higher_priority_goes_first() -> None:
     assert taken(outbox) == [2, 1, 3, 0]
 
 
-def test_a_request_never_overtakes_an_earlier_one_on_the_same_key() -> None:
-    outbox = Outbox()
-    outbox.put(push(1, 7, priority=-3))
-    outbox.put(pull(2, 7, priority=9))
-    outbox.put(push(3, 8))
-    assert taken(outbox) == [3, 1, 2]
-
-
 def test_a_message_that_names_its_keys_by_a_bucket_neither_overtakes_nor_is_overtaken() -> None:
     outbox = Outbox()
     outbox.put(push(1, 7, priority=-3))
@@ -71,15 +63,6 @@ def test_a_later_push_of_higher_priority_overtakes_what_waits_for_the_window() -
     outbox.put(push(3, 3, priority=1, length=5))
     outbox.answered(1)
     assert taken(outbox) == [3]
-
-
-def test_a_push_larger_than_the_window_goes_alone() -> None:
-    outbox = Outbox(window_bytes=10)
-    outbox.put(push(1, 1, length=1))
-    outbox.put(push(2, 2, length=100))
-    assert taken(outbox) == [1]
-    outbox.answered(1)
-    assert taken(outbox) == [2]
 
 
 def test_pulls_take_no_room_in_the_window() -> None:

@@ -311,24 +311,6 @@ def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_
     assert made.codes["scheduler"] == 1
 
 
-def test_a_worker_that_ends_is_missed_by_its_groups_only(job: Job) -> None:
-    def script(session: Any) -> None:
-        kv = of_pair(session)
-        kv.init("w", full(0))
-        kv.barrier()
-        if session.rank == 3:
-            return
-        kv.push("w", full(1))
-        if session.rank == 1:
-            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) has ended \(BYE\) without pushing round 1"):
-                pulled(kv)
-        else:
-            assert pulled(kv) == [2] * 4
-
-    with job(4, 2) as made:
-        made.run_sessions(script)
-
-
 def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:
     def script(session: Any) -> list[float]:
         me = session.rank

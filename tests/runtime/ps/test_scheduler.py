@@ -152,18 +152,6 @@ def test_on_a_schedulers_own_host_only_its_users_programs_count() -> None:
     assert finish(job.tick(1020)) is not None
 
 
-def test_a_program_with_another_protocol_is_said_once_and_harms_no_job_that_has_workers() -> None:
-    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7",))
-    assert logs(job.scheduler.handle(PS_LITE, 1)) != []
-    assert logs(job.scheduler.handle(PS_LITE, 2)) == []
-    job.register("w0", "worker", 0)
-    job.now = 15
-    job.register("w1", "worker", 1)
-    job.register("s0", "server", 0)
-    for now in (21, 1000):
-        assert finish(job.tick(now)) is None
-
-
 @pytest.mark.parametrize("came_at", [1, 50], ids=["before all were here", "in the middle of the training"])
 def test_a_program_with_another_protocol_never_ends_a_job_that_has_opened(came_at: float) -> None:
     """Its deadline passed during the training, and was found when the last worker had ended."""
@@ -313,14 +301,6 @@ def test_stores_have_barriers_of_their_own() -> None:
     job = Job()
     job.hear("w0", Kind.BARRIER, number=1, store=1)
     assert sends(job.hear("w1", Kind.BARRIER, number=1, store=2)) == []
-
-
-def test_stores_of_different_types_are_an_error_that_names_both() -> None:
-    job = Job()
-    job.hear("w0", Kind.OPEN, number=1, type="dist_sync")
-    actions = job.hear("w1", Kind.OPEN, number=1, type="dist_async")
-    text = "worker-0 creates a 'dist_sync' store where worker-1 creates a 'dist_async' store"
-    assert reasons(actions) == {"w0": text, "w1": text}
 
 
 @pytest.mark.parametrize(

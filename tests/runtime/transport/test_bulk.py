@@ -92,14 +92,6 @@ def bytes_of(array: Any) -> memoryview:
     return data
 
 
-def test_two_processes_of_one_host_agree_to_share_memory(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    assert not one.opener.shares("server-0")
-    assert one.agree() == [PathChosen(one.link, "segments"), PathChosen("server-0", "segments")]
-    assert one.opener.shares("server-0")
-    assert one.acceptor.shares(one.link)
-
-
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., Pair], way: str) -> None:
     one = pair()
