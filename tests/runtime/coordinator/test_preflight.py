@@ -318,11 +318,6 @@ def test_hosts_that_do_not_settle_are_told_together_and_nothing_was_started() ->
     assert history.did(Spawn) == []
 
 
-def test_one_host_that_does_not_settle_is_enough() -> None:
-    outcome = settling().settled("d1").bad("d2", "activation", "it failed", refused=True).end()
-    assert (outcome.exit_code, [each.host for each in outcome.problems]) == (3, ["d2"])
-
-
 def test_settling_has_its_time_as_the_start_has() -> None:
     history = settling(start_s=20.0).settled("d1").beat_to(219)
     assert history.outcome is None

@@ -334,14 +334,6 @@ def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
     assert list(job.scheduler._calls._free) == [(number, 1)], "what it was sent may come late, and names epoch 0"
 
 
-def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_forgotten() -> None:
-    job = Job(4)
-    create(job, 0, [0, 1])
-    actions = create(job, 1, [0, 1])
-    job.scheduler.handle(role.Broken("w1", "gone"), 1)
-    assert to(job.answer(actions)) == [("s0", "CLOSE")]
-
-
 def test_who_is_left_of_such_a_store_creates_the_first_of_its_group_with_others_at_once() -> None:
     job = Job(4)
     create(job, 0, [0, 1])

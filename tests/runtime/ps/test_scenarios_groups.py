@@ -172,30 +172,6 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
     assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
 
 
-def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other_stores(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = statefile.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(statefile, "write_manifest", write)
-        raise KeyboardInterrupt
-
-    def script(session: Any) -> list[float]:
-        first, second = (open_store("dist_sync", session, group=name, members=[0]) for name in "gh")
-        for number, kv in enumerate((first, second)):
-            kv.init("w", full(number))
-        monkeypatch.setattr(statefile, "write_manifest", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            first.save_states(tmp_path)
-        second.save_states(tmp_path)
-        first.load_states(tmp_path)
-        return pulled(first)
-
-    with job(1, 2) as made:
-        assert made.run_sessions(script) == [[1.0] * 4]
-
-
 @pytest.mark.parametrize(
     ("rank", "call", "function"),
     [

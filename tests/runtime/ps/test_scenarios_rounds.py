@@ -184,31 +184,6 @@ def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
         made.run(script)
 
 
-@pytest.mark.parametrize("rule", [None, "test", "sgd", "adam"])
-def test_pushed_arrays_are_never_written_and_may_be_changed_at_once(job: Job, rule: str | None) -> None:
-    def script(kv: Any) -> Any:
-        zeros(kv, ["a", "wide"])
-        if rule:
-            kv.set_optimizer(rule)
-        kv.barrier()
-        gradients = [full(key, kv.rank + 1) for key in ("a", "wide")]
-        for _ in range(2):
-            kv.push(["a", "wide"], gradients)
-            for gradient in gradients:
-                gradient[...] = 1e9
-            found = pulled(kv, ["a", "wide"])
-            assert [number_in(gradient) for gradient in gradients] == [1e9, 1e9]
-            gradients = [full(key, kv.rank + 1) for key in ("a", "wide")]
-        return found
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        one, other = made.run(script)
-    assert one == other
-    assert one[0] == one[1]
-    if rule in (None, "test"):
-        assert one == ([6.0, 6.0] if rule else [3.0, 3.0])
-
-
 # Workers that join and leave
 
 

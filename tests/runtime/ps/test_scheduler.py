@@ -548,13 +548,6 @@ def test_a_server_that_lost_another_one_is_believed_unless_that_one_has_left() -
     assert to(job.hear("w0", Kind.LOST, who="server-1", reason=reason)) == [("w0", "LOST!")], "only servers say it"
 
 
-def test_when_all_end_by_one_loss_everybody_is_told_of_the_first_sixteen() -> None:
-    job = Job(40)
-    told = [to(job.scheduler.handle(role.Broken("w%d" % rank, "gone"), 1)) for rank in range(39)]
-    assert [len(sent) for sent in told[:16]] == [40 - rank for rank in range(16)]
-    assert told[16:] == [[("s0", "LOST")]] * 23
-
-
 def test_after_a_loss_calls_are_refused_and_nobody_may_join() -> None:
     job = Job()
     job.scheduler.handle(role.Broken("s0", "gone"), 1)
