@@ -55,8 +55,7 @@ def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_com
 def test_the_keys_of_one_message_may_be_at_different_rounds(serving: Serving, begin: dict[str, Any]) -> None:
     server = serving()
     server.init({"c": [0, 0]})
-    for rank in (0, 1):
-        server.push(rank, 1, begin)
+    server.push_all(1, begin)
     for rank in (0, 1):
         payloads = [raw(np.array([key, rank], np.float32)) for key in (10, 20, 30)]
         pieces = [Piece(key, round=1 + key // 2, payload=payload) for key, payload in enumerate(payloads)]
@@ -192,8 +191,7 @@ def test_a_reply_that_is_still_being_sent_is_not_changed_by_later_rounds(serving
     [first] = server.pull(0, 0)
     sent = {0: first.values["a"]}
     for number in (1, 2, 3):
-        for rank in (0, 1):
-            server.push(rank, number, {"a": [number, 10 * number]})
+        server.push_all(number, {"a": [number, 10 * number]})
         [reply] = server.pull(0, number)
         sent[number] = reply.values["a"]
     expected = {0: [0, 0], 1: [2, 20], 2: [6, 60], 3: [12, 120]} if rule else {n: [2 * n, 20 * n] for n in range(4)}
@@ -207,8 +205,7 @@ def test_a_pull_that_waits_for_another_key_holds_its_value_while_later_rounds_ar
     assert server.pull(0, 0, "a", changes={"round": 0}) != []
     mixed = data(Kind.PULL, [Piece(0, round=0), Piece(1, round=1)])
     assert server.hear("w0", mixed) == []
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [5, 5]})
+    server.push_all(1, {"a": [5, 5]})
     sent = server.push(1, 1, {"b": [1, 1]})
     [reply] = [each for each in sent if each.kind is Kind.PULL]
     assert values([reply]) == {"a": [0, 0], "b": [2, 2]}
@@ -321,8 +318,7 @@ def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered
 
 def test_assign_replaces_the_value_and_no_round(serving: Serving) -> None:
     server = serving()
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1]})
+    server.push_all(1, {"a": [1, 1]})
     assert said(server.assign({"a": [7, 8]})) == ["w0 INIT"]
     assert server.rounds() == {"a": 1, "b": 0}
     assert values(server.pull(0, 1)) == {"a": [7, 8]}
@@ -540,8 +536,7 @@ def test_the_round_after_a_skipped_one_is_an_ordinary_one(serving: Serving) -> N
     server = serving()
     server.push(0, 1, {"a": [9, 9]})
     server.skip(1, 1)
-    for rank in (0, 1):
-        server.push(rank, 2, {"a": [1, 1]})
+    server.push_all(2, {"a": [1, 1]})
     [reply] = server.pull(1, 2)
     assert reply.body == {}
     assert values([reply]) == {"a": [2, 2]}, "nothing of the skipped round is in it"

@@ -683,8 +683,7 @@ def test_a_half_precision_answer_is_made_anew_after_each_update(serving: Serving
 def test_a_reply_says_what_each_payload_is(serving: Serving) -> None:
     server = serving()
     server.init({"c": [1, 2, 3, 4]}, rows={"2": 2}, shapes={"2": [2, 2]})
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1], "c": [1, 2, 3, 4]})
+    server.push_all(1, {"a": [1, 1], "c": [1, 2, 3, 4]})
     pull = [Piece(0, round=1, codec=1), Piece(2, 0, 4, 1, codec=16, payload=bytes(rows_of([1])))]
     [reply] = server.hear("w0", data(Kind.PULL, pull, body={"codec": {"threshold": 0.5}}))
     assert reply.body == {"codec": {"threshold": 0.5}}

@@ -17,6 +17,11 @@ from distrun_runtime.ps import statefile
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
+
+ONE_WAY = pytest.mark.parametrize(
+    ("job", "engine", "server_device"), [("inproc", "later", "cpu")], indirect=True
+)  # for what servers and paths have no part in
 
 PAIRS = {"even": [0, 2], "odd": [1, 3]}
 
@@ -37,7 +42,7 @@ def of_pair(session: Any, type_name: str = "dist_sync", **how: Any) -> Any:
     return open_store(type_name, session, group=name, members=PAIRS[name], **how)
 
 
-def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
+def test_each_group_has_ranks_rounds_and_barriers_of_its_own(run_sessions: Run) -> None:
     """The pairs run different numbers of rounds, and neither waits for the other."""
 
     def script(session: Any) -> tuple[int, int, list[int], list[float]]:
@@ -50,8 +55,7 @@ def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
         kv.barrier()
         return kv.rank, kv.num_workers, kv.members, pulled(kv)
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     assert found == [
         (0, 2, [0, 2], [4] * 4),
         (0, 2, [1, 3], [16] * 4),
@@ -60,7 +64,7 @@ def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
     ]
 
 
-def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job) -> None:
+def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(run_sessions: Run) -> None:
     """Each worker has the stores of two groups and that of all; the keys are the same, the values are not."""
     groups = {"low": [0, 1], "high": [2, 3], "ends": [0, 3], "middle": [1, 2]}
 
@@ -75,15 +79,14 @@ def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job)
                 kv.push("w", full(1 + session.rank))
         return {name: pulled(kv) for name, kv in stores.items()}
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     sums = {"low": 3, "high": 7, "ends": 5, "middle": 5}
     for rank, each in enumerate(found):
         own = {name: [sums[name]] * 4 for name, ranks in groups.items() if rank in ranks}
         assert each == {**own, "all": [10] * 4}
 
 
-def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(job: Job) -> None:
+def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(run_sessions: Run) -> None:
     """Worker 3 ends first, and worker 2 leaves; each time the others go on, among them or alone."""
 
     def script(session: Any) -> list[float]:
@@ -114,11 +117,10 @@ def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_
         trio.push("w", full(7))
         return pulled(trio)
 
-    with job(4, 2) as made:
-        assert made.run_sessions(script) == [[14] * 4, [14] * 4, [], []]
+    assert run_sessions(script, 4) == [[14] * 4, [14] * 4, [], []]
 
 
-def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job: Job) -> None:
+def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(run_sessions: Run) -> None:
     """One pair creates three stores, the other one; then all create theirs, closed and created again."""
 
     def script(session: Any) -> list[list[float]]:
@@ -133,14 +135,13 @@ def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job
             kv.push("w", full(10**place))
         return [pulled(kv) for kv in stores]
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     assert found[0] == found[2] == [[2] * 4, [2 * 10 + 2 * 1000] * 4]
     assert found[1] == found[3] == [[2] * 4, [20] * 4, [200] * 4, [2020] * 4]
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
-def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: Path, type_name: str) -> None:
+def test_each_group_has_a_rule_and_saved_states_of_its_own(run_sessions: Run, tmp_path: Path, type_name: str) -> None:
     """What one group saved, the other takes up: it has as many workers."""
 
     def script(session: Any) -> tuple[list[float], list[float]]:
@@ -165,13 +166,13 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
         kv.load_states(tmp_path / "even")
         return first, pulled(kv)
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     count = 2 if type_name == "dist_sync" else 1
     assert found[0] == found[2] == ([-count] * 4, [])
     assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
 
 
+@ONE_WAY
 @pytest.mark.parametrize(
     ("rank", "call", "function"),
     [
@@ -184,7 +185,7 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
 def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_may_call_again(
-    job: Job,
+    run_sessions: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
@@ -221,8 +222,7 @@ def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_
         getattr(kv, call)(tmp_path)
         return kind, said
 
-    with job(2, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script)
     assert found[rank] == (error.__name__, "too deep")
     kind, said = found[1 - rank]
     why = "it was interrupted by KeyboardInterrupt" if error is KeyboardInterrupt else "RecursionError: too deep"
@@ -231,8 +231,9 @@ def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
+@ONE_WAY
 def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_sessions: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any) -> None:
         raise PeerLost("server-1 is lost")
@@ -248,8 +249,7 @@ def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
             patch.setattr(kv._backend._link, "give_up", lost)
             kv.save_states(tmp_path)
 
-    with job(1, 1) as made:
-        made.run_sessions(script)
+    run_sessions(script, 1, 1)
 
 
 def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
@@ -287,7 +287,8 @@ def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_
     assert made.codes["scheduler"] == 1
 
 
-def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:
+@ONE_WAY
+def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(run_sessions: Run) -> None:
     def script(session: Any) -> list[float]:
         me = session.rank
         for members, text in (
@@ -313,5 +314,4 @@ def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothi
         kv.push("w", full(1))
         return pulled(kv)
 
-    with job(3, 2) as made:
-        assert made.run_sessions(script) == [[2] * 4, [], [2] * 4]
+    assert run_sessions(script, 3) == [[2] * 4, [], [2] * 4]

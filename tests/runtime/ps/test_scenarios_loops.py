@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster, open_store
+from cluster import DEADLINE_S, open_store
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
@@ -16,7 +16,7 @@ from distrun_runtime.transport.resend import kind_of
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
-Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 SHAPES = {"small": (5,), "medium": (300, 70), "large": (500, 500)}
 COUNTS_MESSAGES = True
@@ -65,7 +65,7 @@ def counting(session: Any) -> Counter[Any]:
     return counts
 
 
-def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_key(job: Job) -> None:
+def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_key(run_sessions: Run) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
@@ -75,11 +75,10 @@ def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_ke
         assert counts[Kind.PUSH] == counts[Kind.PULL] == 0
         assert counts[Kind.PUSHPULL] >= 5 * len(SHAPES)
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
-def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) -> None:
+def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(run_sessions: Run) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_async", session)
         start(kv, rounds=0)
@@ -92,12 +91,11 @@ def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) ->
         assert counts[Kind.PUSHPULL] == 0
         assert (out <= -8).all()
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(job: Job, waits: bool) -> None:
+def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(run: Run, waits: bool) -> None:
     """Worker 1 comes to the barrier before it pushes."""
 
     def script(kv: Any) -> None:
@@ -118,13 +116,12 @@ def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(
         for number in range(HABIT):
             round_of(kv, number)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["at once", "after a pull"])
 def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_results_again(
-    job: Job, is_idle: bool
+    run_sessions: Run, is_idle: bool
 ) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
@@ -142,11 +139,10 @@ def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_result
             round_of(kv, number)
         assert counts[Kind.PULL] < 20
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
-def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
+def test_what_was_assigned_after_a_push_is_pulled(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
         kv.push("medium", np.ones(SHAPES["medium"], np.float32))
@@ -155,11 +151,10 @@ def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
         kv.pull("medium", out)
         assert (out == 77).all()
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: Job) -> None:
+def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
         kv.push("small", np.full(SHAPES["small"], 5, np.float32))
@@ -176,11 +171,10 @@ def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: J
         pending.wait(DEADLINE_S)
         assert all((each == 12).all() for each in outs)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(job: Job) -> None:
+def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
         if kv.rank == 0:
@@ -191,11 +185,10 @@ def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_hav
         kv.pull("small", out)
         assert (out == 2 * (HABIT - 1) + 1).all()
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
+def test_what_a_rule_says_against_such_a_push_is_raised_once(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
         kv.set_updater(refusing)
@@ -205,8 +198,7 @@ def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
                 kv.pull("small", np.zeros(SHAPES["small"], np.float32))
         kv.barrier()
 
-    with job(2, 1, imports=(__name__,)) as made:
-        made.run(script)
+    run(script, 2, 1, imports=(__name__,))
 
 
 def refusing(key: Any, received: Any, stored: Any) -> None:

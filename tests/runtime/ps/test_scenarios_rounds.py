@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster
+from cluster import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
-Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 SHAPES: dict[str, tuple[int, ...]] = {
     **{"a": (2, 3), "b": (50,), "c": (7, 2), "scalar": (), "empty": (0, 3)},
@@ -53,7 +53,7 @@ def expected(keys: list[str], value: float) -> list[float]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("rule", [None, "test"])
-def test_rounds_are_exact_for_random_groups_in_random_orders(job: Job, rule: str | None, seed: int) -> None:
+def test_rounds_are_exact_for_random_groups_in_random_orders(run: Run, rule: str | None, seed: int) -> None:
     """Each worker pushes each key once a round, in groups and an order of its own, with pulls between its pushes.
 
     It waits for all of them at the end, so that a fast worker is some rounds ahead.
@@ -81,11 +81,10 @@ def test_rounds_are_exact_for_random_groups_in_random_orders(job: Job, rule: str
             assert [number_in(out) for out in outs] == expected(group, total)
         assert pulled(kv, KEYS) == expected(KEYS, 111 * (sum(range(1, rounds + 1)) if rule else rounds))
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
-def test_rounds_of_a_fast_worker_are_summed_apart(job: Job) -> None:
+def test_rounds_of_a_fast_worker_are_summed_apart(run: Run) -> None:
     """Worker 0 pushes three rounds, and pulls each, before worker 1 pushes one."""
     ahead = threading.Event()
 
@@ -108,11 +107,10 @@ def test_rounds_of_a_fast_worker_are_summed_apart(job: Job) -> None:
                 kv.push(keys[::-1], [full(key, 10 * (step + 1)) for key in keys[::-1]])
                 assert pulled(kv, keys) == [11.0 * (step + 1)] * 3
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, bigarray_bound=BOUND)
 
 
-def test_a_pull_that_waits_for_one_key_has_the_others_as_of_their_rounds(job: Job) -> None:
+def test_a_pull_that_waits_for_one_key_has_the_others_as_of_their_rounds(run: Run) -> None:
     """Key a goes a round on while the pull of worker 0 waits for key b."""
     asked = threading.Event()
 
@@ -137,11 +135,10 @@ def test_a_pull_that_waits_for_one_key_has_the_others_as_of_their_rounds(job: Jo
             kv.barrier()
             kv.push("b", full("b", 20))
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_pull_without_a_push_reads_the_present_and_never_waits(job: Job) -> None:
+def test_a_pull_without_a_push_reads_the_present_and_never_waits(run: Run) -> None:
     def script(kv: Any) -> None:
         zeros(kv, ["a", "b"])
         if kv.rank == 0:
@@ -152,14 +149,13 @@ def test_a_pull_without_a_push_reads_the_present_and_never_waits(job: Job) -> No
             kv.push("a", full("a", 10))
         assert pulled(kv, ["b", "a"]) == [0, 11]
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
-    job: Job, servers: int, rule: str | None
+    run: Run, servers: int, rule: str | None
 ) -> None:
     """Values of 5 MiB. Worker 0 leaves its pulls open while later rounds are applied to the same value."""
     rounds, count = 5, 5 * MIB // 4
@@ -180,14 +176,13 @@ def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
         totals = [11.0 * (step + 1) for step in range(rounds)]
         assert [number_in(out) for out in outs] == (np.cumsum(totals).tolist() if rule else totals)
 
-    with job(2, servers, bigarray_bound=MIB) as made:
-        made.run(script)
+    run(script, 2, servers, bigarray_bound=MIB)
 
 
 # Workers that join and leave
 
 
-def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
+def test_workers_join_in_the_middle_of_open_rounds(run: Run) -> None:
     """Each has made another number of rounds, without a pull in between; the last pushes of the others count."""
 
     def script(kv: Any) -> None:
@@ -201,14 +196,13 @@ def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
         kv.push(["a", "wide"], [full("a", 1), full("wide", 1)])
         assert pulled(kv, ["a", "wide"]) == [3, 3], "they begin anew together"
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 # Asynchronous stores
 
 
-def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(job: Job) -> None:
+def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(run: Run) -> None:
     rounds = 10
 
     def script(kv: Any) -> None:
@@ -227,5 +221,4 @@ def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(job: Job
         kv.barrier()
         assert pulled(kv, KEYS) == expected(KEYS, 3 * rounds)
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script, "dist_async")
+    run(script, 3, bigarray_bound=BOUND, type_name="dist_async")

@@ -18,6 +18,7 @@ from distrun_runtime.store.values import RowSparse
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 BOUND = 100
 """Elements from which a value is cut over all servers here."""
@@ -44,7 +45,7 @@ def rows(shape: tuple[int, ...], numbers: Any, value: Any, dtype: str = "float32
 # Element types and shapes
 
 
-def test_values_of_all_types_are_summed_in_one_call(job: Job) -> None:
+def test_values_of_all_types_are_summed_in_one_call(run: Run) -> None:
     """Each type in a small value and in one that lies on both servers; every second push is of a transposed array."""
     keys = [(name, shape) for name in dtypes.NAMES if name != "bool" for shape in ((3,), (20, 11))]
 
@@ -70,13 +71,12 @@ def test_values_of_all_types_are_summed_in_one_call(job: Job) -> None:
             kv.push(names, pushed)
             check(30 + 3 * step, 3)
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(job: Job, dtype: str, rule: str | None) -> None:
+def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(run: Run, dtype: str, rule: str | None) -> None:
     """Where each step is rounded, each small one is lost: the next number above `large` is further away than 1."""
     large = {"float16": 2048, "bfloat16": 256}[dtype]
 
@@ -89,8 +89,7 @@ def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(job: Job, d
         assert (pulled(kv, "s", (3,), dtype) == large + 4).all()
         assert (pulled(kv, "w", (20, 11), dtype) == large + 4).all()
 
-    with job(5, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 5, bigarray_bound=BOUND)
 
 
 # Rows
@@ -99,7 +98,7 @@ def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(job: Job, d
 TABLE = (40, 6)
 
 
-def test_rows_and_dense_contributions_to_one_key_make_one_sum(job: Job) -> None:
+def test_rows_and_dense_contributions_to_one_key_make_one_sum(run: Run) -> None:
     """Worker 0 pushes the whole value, worker 1 rows, worker 2 none; beside a dense key in the same call."""
 
     def script(kv: Any) -> None:
@@ -115,12 +114,11 @@ def test_rows_and_dense_contributions_to_one_key_make_one_sum(job: Job) -> None:
             kv.row_sparse_pull("t", out, row_ids=[39, 0, 3])
             assert out[:, 0].tolist() == [11, 1, 11]
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("dtype", ["float64", *HALVES, "int8"])
-def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) -> None:
+def test_rows_of_other_types_are_summed_like_dense_values(run: Run, dtype: str) -> None:
     large = {"float16": 2048, "bfloat16": 256, "int8": 100, "float64": 1}[dtype]
 
     def script(kv: Any) -> None:
@@ -133,15 +131,14 @@ def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) 
         kv.row_sparse_pull("t", some, row_ids=[22, 3, 1])
         assert np.array_equal(dtypes.widen(some.values), found[[1, 3, 22]])
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 # Compression and scales
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *HALVES])
-def test_each_contribution_is_multiplied_by_its_own_scale(job: Job, dtype: str) -> None:
+def test_each_contribution_is_multiplied_by_its_own_scale(run: Run, dtype: str) -> None:
     """A whole value of one worker, rows of another, a compressed one beside them."""
 
     def script(kv: Any) -> None:
@@ -161,11 +158,10 @@ def test_each_contribution_is_multiplied_by_its_own_scale(job: Job, dtype: str) 
         with pytest.raises(KVError, match="scale"):
             kv.push("w", gradients[0], scale=float("inf"))
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, bigarray_bound=BOUND)
 
 
-def test_async_pushes_take_rows_codecs_and_scales(job: Job) -> None:
+def test_async_pushes_take_rows_codecs_and_scales(run: Run) -> None:
     def script(kv: Any) -> None:
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0}, keys="c")
         kv.init(["t", "c"], [RowSparse.from_dense(np.ones(TABLE, "f4")), np.ones(TABLE, "f4")])
@@ -178,15 +174,14 @@ def test_async_pushes_take_rows_codecs_and_scales(job: Job) -> None:
         assert found[:, 0].tolist() == [0.5 if row in (4, 5) else 1 for row in range(40)]
         assert (pulled(kv, "c", TABLE) == 0.5).all()
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script, "dist_async")
+    run(script, bigarray_bound=BOUND, type_name="dist_async")
 
 
 # Rules
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(job: Job, dtype: str) -> None:
+def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(run: Run, dtype: str) -> None:
     def script(kv: Any) -> None:
         kv.init(["s", "w"], [of(1, dtype, (3,)), of(1, dtype, TABLE)])
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5, multi_precision=True)
@@ -197,8 +192,7 @@ def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(jo
             if not expected:
                 kv.assign(["s", "w"], [of(8, dtype, (3,)), of(8, dtype, TABLE)])
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("codec", [None, "fp16"])

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
 
 from distrun_runtime.errors import KVError, RuleError
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
-Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 USERS = ("rules_of_users",)
 FUSSY = "rules_of_users:Fussy"
@@ -33,7 +32,7 @@ def pulled(kv: Any, key: str, count: int = 4) -> list[float]:
     return out.tolist()
 
 
-def test_a_rule_that_fails_is_the_error_of_its_round_and_of_that_key_alone(job: Job) -> None:
+def test_a_rule_that_fails_is_the_error_of_its_round_and_of_that_key_alone(run: Run) -> None:
     def script(kv: Any) -> None:
         kv.init(["a", "b"], [full(0), full(0)])
         kv.set_optimizer(FUSSY)
@@ -46,12 +45,11 @@ def test_a_rule_that_fails_is_the_error_of_its_round_and_of_that_key_alone(job: 
         assert pulled(kv, "a") == [-2] * 4, "the next round is another matter, and the value as it was"
         assert pulled(kv, "b") == [-4] * 4
 
-    with job(2, 2, imports=USERS) as made:
-        made.run(script)
+    run(script, imports=USERS)
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_pushes_that_servers_refuse_change_nothing_and_later_ones_count(job: Job, is_listed: bool) -> None:
+def test_pushes_that_servers_refuse_change_nothing_and_later_ones_count(run: Run, is_listed: bool) -> None:
     """Asynchronous, and no rule is set yet."""
 
     def script(kv: Any) -> None:
@@ -72,5 +70,4 @@ def test_pushes_that_servers_refuse_change_nothing_and_later_ones_count(job: Job
         assert pulled(kv, "w", WIDE) == [2] * WIDE
         assert pulled(kv, "a") == [2] * 4
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script, "dist_async")
+    run(script, bigarray_bound=BOUND, type_name="dist_async")
