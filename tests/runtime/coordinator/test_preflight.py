@@ -188,10 +188,10 @@ def test_a_preparation_that_failed_gives_4_and_nothing_was_started() -> None:
     history = prepared().beat_to(3)
     history.tell(messages.PrepareFailed("d2", "rsync: No space left on device", WALL + 3, "a\nb"))
     outcome = history.end()
+    culprit = history.culprit()
     assert (outcome.exit_code, outcome.reason) == (4, "sync")
     assert outcome.message == "the files did not reach d2: rsync: No space left on device"
-    assert outcome.culprit is not None
-    assert (outcome.culprit.host, outcome.culprit.reason) == ("d2", "a\nb")
+    assert (culprit.host, culprit.reason) == ("d2", "a\nb")
     assert history.did(Spawn) == []
     assert len(history.did(EndAgent)) == 2
 
