@@ -271,7 +271,6 @@ def test_a_lost_job_that_was_killed_is_over(folder: JobFolder) -> None:
     assert state["tasks"][0]["ended"] is None
     assert "distrun kill" in state["message"]
     outcome = folder.outcome()
-    assert outcome is not None
     assert outcome["survivors"] == [{"what": "pid 9 (sleep)", "host": "d1"}]
 
 
@@ -310,7 +309,6 @@ def test_a_finished_job_is_never_lost(folder: JobFolder) -> None:
     assert state["tasks"][0]["started"] == "1970-01-01T00:00:01.000Z"
     assert state["finished"]
     outcome = folder.outcome()
-    assert outcome is not None
     assert outcome["culprit"]["log"] == str(folder.log_path("worker-0"))
     assert outcome["culprit"]["time"] == "1970-01-01T00:00:02.500Z"
 
@@ -435,7 +433,6 @@ def test_an_outcome_that_is_too_long_for_the_room_is_kept_without_words(
     with pytest.raises(OSError, match="No space"):
         folder.finish(Outcome(1, "task_failed", "many failed", tasks=tuple(tasks)))
     found = jobs.find("a-1").outcome()
-    assert found is not None
     assert [task["reason"] for task in found["tasks"]] == [""] * 40
 
 
@@ -491,8 +488,6 @@ def test_a_job_that_waits_for_its_allocation_is_listed_with_what_was_asked_for(t
     assert [task["name"] for task in listed.state()["tasks"]] == ["scheduler", "server-0", "worker-0", "worker-1"]
     read = jobs.find("digits-001")
     request, allocation = read.request(), read.allocation()
-    assert request is not None
-    assert allocation is not None
     assert (request["schema"], request["version"], request["workers"]) == ("distrun.request/1", 1, 2)
     assert (allocation["schema"], allocation["hosts"]) == ("distrun.allocation/1", [{"name": "d1"}])
     assert request["time"] <= allocation["time"]
@@ -574,7 +569,6 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     folder.note_engine("distrun-otter-5f3a")
     assert synced == [False, True], "the file, and its name in the folder"
     note = folder.engine()
-    assert note is not None
     assert (note["marker"], note["handle"]) == ("distrun-otter-5f3a", None)
     handle = {
         "engine": "slurm",
@@ -583,7 +577,6 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     }
     folder.note_engine("distrun-otter-5f3a", handle)
     note = folder.engine()
-    assert note is not None
     assert note["handle"] == handle
     folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
     with pytest.raises(JobStoreError, match="handle"):

@@ -61,7 +61,6 @@ def test_a_servers_rates_go_by_when_its_counters_came() -> None:
         counters = {"role": "server", "values": {"pushes": pushes, "keys": 3}, "time": WALL + time}
         job.take("d1", frame(clock, **{"server-0": {"counters": counters}}), clock, WALL + clock)
         store = job.tasks["server-0"].store
-        assert store is not None
         rates.append(store.rates["pushes"])
     assert rates == [None, pytest.approx(100), pytest.approx(100), pytest.approx(100)]
 
@@ -72,7 +71,6 @@ def test_a_clock_that_was_set_does_not_spoil_a_servers_rates() -> None:
         counters = {"values": {"pushes": pushes}, "time": WALL + time}
         job.take("d1", frame(clock, **{"server-0": {"counters": counters}}), clock, WALL + clock)
     store = job.tasks["server-0"].store
-    assert store is not None
     assert store.rates["pushes"] == pytest.approx(100)
 
 

@@ -79,3 +79,9 @@ def serving() -> Iterator[Callable[..., History]]:
             return stack.enter_context(History(*arguments, **more))
 
         yield make
+
+
+@pytest.fixture
+def server(serving: Callable[..., History]) -> History:
+    """A server of two workers with the keys `a` and `b`."""
+    return serving()

@@ -162,7 +162,6 @@ class Member:
         assert isinstance(self.event(), Up)
         self.transport.send("node", message.encode(opener.hello()))
         proof = opener.answer(self.hear())
-        assert isinstance(proof, Message)
         self.transport.send("node", message.encode(proof))
         assert self.hear().kind is Kind.WELCOME
 
@@ -213,7 +212,6 @@ class Node:
         self.loop.tell(15)
         self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
-        assert self.finish is not None
         assert self.finish.code == 0, self.finish
 
 

@@ -48,7 +48,6 @@ class Bench:
     def take(self, done: Any) -> Any:
         """Return what came of work, now or when it is done."""
         done = self.engine.result(waits=True) if done is None else done
-        assert done is not None
         if done.error is not None:
             raise done.error
         return done.value
@@ -96,12 +95,10 @@ def values(reply: Reply) -> list[float]:
 def test_little_work_is_done_at_once_and_much_work_later(bench: Callable[..., Bench]) -> None:
     one = bench()
     little = one.engine.do(one.apply(1, is_much=False))
-    assert little is not None
     assert little.error is None
     assert one.engine.do(one.apply(1, is_much=True)) is None
     assert one.engine.is_busy
     done = one.engine.result(waits=True)
-    assert done is not None
     assert done.error is None
     assert not one.engine.is_busy
 
@@ -180,7 +177,6 @@ def test_a_rule_that_ends_the_process_is_reported_to_the_loop(bench: Callable[..
     one.engine.do(one.apply(1, is_much=True))
     Gate.leave.set()
     done = one.engine.result(waits=True)
-    assert done is not None
     assert isinstance(done.error, SystemExit)
 
 
@@ -213,7 +209,6 @@ def test_a_contribution_that_cannot_be_added_fails_its_round_and_leaves_nothing_
     with monkeypatch.context() as patched:
         patched.setattr(one.engine._of(one.store).device, "elements", full)
         failed = one.engine.do(role.Add(0, 1, applied.last))
-    assert failed is not None
     assert isinstance(failed.error, MemoryError)
     if not is_alone:
         one.take(one.engine.do(role.Add(1, 1, applied.last)))

@@ -108,7 +108,6 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_its_engine(
     server = busy("dist_async")
     server.push(0, 1, {"a": [1, 1]})
     server.scheduler(Kind.STOP)
-    assert server.finish is not None
     assert server.finish.code == 0
 
 

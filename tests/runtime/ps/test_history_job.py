@@ -18,8 +18,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 Serving = Callable[..., History]
 
 
-def test_only_workers_of_the_roster_are_admitted(serving: Serving) -> None:
-    server = serving()
+def test_only_workers_of_the_roster_are_admitted(server: History) -> None:
     assert server.enter("in:1", node("worker", 1)) == ""
     assert server.enter("in:2", node("worker", 2)) == "worker-2@d1 (pid 5) is not in this job's roster"
     other = replace(node("worker", 1), job="other")
@@ -56,14 +55,12 @@ def test_a_scheduler_that_does_not_know_the_token_is_not_believed(serving: Servi
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_schedulers_stop_ends_it_with_its_code(serving: Serving, code: int) -> None:
-    server = serving()
+def test_the_schedulers_stop_ends_it_with_its_code(server: History, code: int) -> None:
     server.scheduler(Kind.STOP, code=code, reason="why")
     assert server.end == (code, "why")
 
 
-def test_a_lost_scheduler_is_a_failure_that_is_published(serving: Serving) -> None:
-    server = serving()
+def test_a_lost_scheduler_is_a_failure_that_is_published(server: History) -> None:
     server.cut(SCHEDULER)
     assert server.end[0] == 1
     assert "is lost: its connection closed" in server.end[1]
@@ -78,8 +75,7 @@ def test_a_registration_that_failed_ends_it_with_the_reason(serving: Serving) ->
     assert server.end == (1, "worker-1 did not come")
 
 
-def test_a_stop_that_lets_it_stay_makes_it_forget_everything(serving: Serving) -> None:
-    server = serving()
+def test_a_stop_that_lets_it_stay_makes_it_forget_everything(server: History) -> None:
     server.rule("test")
     for rank in (0, 1):
         server.push(rank, 1, {"b": [1, 1]})
@@ -98,8 +94,7 @@ def test_a_stop_that_lets_it_stay_makes_it_forget_everything(serving: Serving) -
     assert values(server.pull(0, 1)) == {"a": [2, 2]}, "the rule is forgotten, and what was pushed before"
 
 
-def test_a_store_that_is_closed_is_forgotten_and_its_rounds_stay_counted(serving: Serving) -> None:
-    server = serving()
+def test_a_store_that_is_closed_is_forgotten_and_its_rounds_stay_counted(server: History) -> None:
     server.rule("test")
     server.push_all(1, {"a": [1, 1]})
     before = server.counters()
@@ -115,8 +110,7 @@ def test_a_store_that_is_closed_is_forgotten_and_its_rounds_stay_counted(serving
     assert server.counters()["rounds"] == 2
 
 
-def test_workers_that_ended_in_the_last_script_are_missed_by_no_pull_of_the_next_one(serving: Serving) -> None:
-    server = serving()
+def test_workers_that_ended_in_the_last_script_are_missed_by_no_pull_of_the_next_one(server: History) -> None:
     server.bye(1)
     server.scheduler(Kind.STOP, 9, stay=True)
     server.init({"a": [0, 0]})
@@ -125,9 +119,8 @@ def test_workers_that_ended_in_the_last_script_are_missed_by_no_pull_of_the_next
     assert sorted(said(server.push(1, 1, {"a": [1, 1]}))) == ["w0 PULL", "w1 PUSH"]
 
 
-def test_a_signal_ends_it_well(serving: Serving) -> None:
+def test_a_signal_ends_it_well(server: History) -> None:
     """It says BYE, so that its end is not taken for a death, and ends when that has arrived."""
-    server = serving()
     [bye] = server.signal(15)
     assert (bye.link, bye.kind, bye.is_reply) == (SCHEDULER, Kind.BYE, False)
     assert server.published == [{"told": "SIGTERM"}]
@@ -136,15 +129,13 @@ def test_a_signal_ends_it_well(serving: Serving) -> None:
     assert server.end == (0, "told to stop")
 
 
-def test_a_server_that_is_told_to_stop_does_not_wait_for_a_scheduler_that_has_gone(serving: Serving) -> None:
-    server = serving()
+def test_a_server_that_is_told_to_stop_does_not_wait_for_a_scheduler_that_has_gone(server: History) -> None:
     server.signal(15)
     server.cut(SCHEDULER)
     assert server.end[0] == 0
 
 
-def test_a_server_that_is_told_to_stop_waits_two_seconds_for_a_frozen_scheduler(serving: Serving) -> None:
-    server = serving()
+def test_a_server_that_is_told_to_stop_waits_two_seconds_for_a_frozen_scheduler(server: History) -> None:
     server.now = 1
     server.signal(15)
     server.tick(2.9)
