@@ -24,7 +24,6 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
 from distrun_runtime.ps import arithmetic, device_choice, role
 from distrun_runtime.ps.device_choice import DeviceChoice, Placement, decide, need_of, obstacle_of
-from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.values import Values
@@ -249,19 +248,6 @@ def test_what_other_stores_take_is_not_left(machine: Machine) -> None:
     assert placement.place(values_of(MIB, number=2), None).name == "gpu:0", "the next script has the whole room"
 
 
-def test_a_rule_that_a_gpu_does_not_do_moves_the_store(machine: Machine) -> None:
-    for asked, level in (("auto", "WARNING"), ("gpu:0", "WARNING")):
-        placement, said = placed(asked)
-        placement.open()
-        store = values_of(100)
-        assert placement.place(store, None).name == "gpu:0"
-        assert placement.place(store, rule("lamb", learning_rate=1.0)) is placement.host
-        assert said[-1] == (
-            level,
-            "event=device store=1 device=cpu:0 reason=rule 'lamb' needs norms over the whole value",
-        )
-
-
 @pytest.mark.parametrize("which", ["sums", "rule"])
 def test_with_auto_kernels_that_do_not_compile_leave_the_store_in_host_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, which: str
@@ -365,33 +351,6 @@ def test_one_worker_that_asks_for_a_device_store_is_enough(
     assert ("alloc" in machine.standin.calls) == ("gpu" in found)
 
 
-def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(machine: Machine) -> None:
-    """One worker has pushed when a second key makes the store too large."""
-
-    def script(kv: Any) -> list[str]:
-        kv.init("w", np.full(1000, 5, np.float32))
-        out, where = np.empty(1000, np.float32), []
-        for step in (1, 2):
-            if kv.rank == 0:
-                kv.push("w", np.full(1000, step, np.float32))
-            where.append(kv.stats()[0]["device"])
-            kv.barrier()
-            if step == 2:
-                kv.init("large", np.ones(MIB, np.float32))
-            if kv.rank == 1:
-                kv.push("w", np.full(1000, 10, np.float32))
-            kv.pull("w", out)
-            assert (out == 10 + step).all()
-        large = np.empty(MIB, np.float32)
-        kv.pushpull("large", np.ones(MIB, np.float32), large)
-        assert (large == 2).all()
-        return [*where, kv.stats()[0]["device"]]
-
-    with Cluster(2, 1, server_gpu_bytes=16 * MIB) as made:
-        assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
-    assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
-
-
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_store_leaves_the_gpu_if_what_encoded_answers_leave_out_does_not_fit(machine: Machine, fits: bool) -> None:
     """What the answer of the second round leaves out comes with the third one, wherever that is made."""
@@ -451,35 +410,6 @@ def test_with_auto_a_store_whose_values_find_no_place_goes_on_in_host_memory_and
     assert sum(machine.standin.used) < MIB
 
 
-def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: Machine) -> None:
-    """They come from host memory, when the first worker says that it has a device store."""
-    placement, said = placed()
-    engine = WorkEngine(placement.host, placement=placement)
-    values = values_of(MIB, on_devices=False)
-    values.device = placement.host
-    engine._values[1] = values
-    values.weight(0)[:] = 3
-    values.store.on_devices = True
-    assert placement._found(values.store) is not None
-    machine.standin.memory_bytes = 2 * MIB
-    engine._settle(values, None)
-    assert values.device is placement.host
-    assert (values.weight(0) == 3).all()
-    level, text = said[-1]
-    assert level == "WARNING"
-    assert text.startswith("event=device store=1 device=cpu:0 reason=alloc on gpu:0 failed: ")
-    engine._settle(values, None)
-    assert len(said) == 2, "that it came, and that it stays away"
-    named, _ = placed("gpu:0")
-    named.open()
-    other = WorkEngine(named.host, placement=named)
-    values = values_of(MIB)
-    values.weight(0)[:] = 3
-    with pytest.raises(KVError, match="wanted 4194304 bytes"):
-        other._settle(values, None)
-    assert (values.weight(0) == 3).all()
-
-
 def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine) -> None:
     def script(kv: Any) -> None:
         kv.init("w", np.ones(MIB, np.float32))
@@ -526,29 +456,6 @@ def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(mach
     assert "the update failed on server-0 for key 'w': " in told[0]
     assert "wanted " in told[0]
     assert told[0].count("--server-device cpu") == 1
-
-
-def test_a_round_that_lacks_a_contribution_fails_and_the_next_one_is_good(machine: Machine) -> None:
-    """The contribution was acknowledged, and the sum of the others' must not be taken for that of all."""
-
-    def script(kv: Any) -> None:
-        value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
-        kv.init("w", value)
-        kv.barrier()
-        if kv.rank == 0:
-            machine.standin.fail("copy", code=1)
-            kv.push("w", value)
-        kv.barrier()
-        if kv.rank > 0:
-            kv.push("w", value)
-        with pytest.raises(KVError, match="the update failed on server-0 for key 'w': copy on gpu:0 failed"):
-            kv.pull("w", out)
-        assert (out == 0).all()
-        kv.pushpull("w", value, out)
-        assert (out == 3).all()
-
-    with Cluster(3, 1, server_device="gpu:0") as made:
-        made.run(script)
 
 
 @pytest.mark.parametrize("call", ["launch", "synchronize"])

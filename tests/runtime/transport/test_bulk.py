@@ -68,7 +68,6 @@ class Pair:
     def array(self, size: int = 100_000, value: float = 1.0, pool: int = 1) -> Any:
         """Return an array in the shared memory of the opener (1) or acceptor (0)."""
         array = self.pools[pool].empty((size,), np.dtype(np.float32))
-        assert array is not None
         array[...] = value
         return array
 
@@ -89,23 +88,21 @@ def pair() -> Iterator[Callable[..., Pair]]:
         yield make
 
 
+@pytest.fixture
+def one(pair: Callable[..., Pair]) -> Pair:
+    """A pair that has agreed to share memory."""
+    made = pair()
+    made.agree()
+    return made
+
+
 def bytes_of(array: Any) -> memoryview:
     data: memoryview = array.reshape(-1).view(np.uint8).data
     return data
 
 
-def test_two_processes_of_one_host_agree_to_share_memory(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    assert not one.opener.shares("server-0")
-    assert one.agree() == [PathChosen(one.link, "segments"), PathChosen("server-0", "segments")]
-    assert one.opener.shares("server-0")
-    assert one.acceptor.shares(one.link)
-
-
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., Pair], way: str) -> None:
-    one = pair()
-    one.agree()
+def test_a_large_frame_in_shared_memory_is_read_where_it_is(one: Pair, way: str) -> None:
     sender, receiver, link = (
         (one.opener, one.acceptor, "server-0") if way == "out" else (one.acceptor, one.opener, one.link)
     )
@@ -143,9 +140,7 @@ def test_who_takes_messages_before_they_arrive_gets_them_whole(pair: Callable[..
     assert [bytes(frames[0]) for frames in (*taken, arrived.frames)] == [b"known", b"odd"]
 
 
-def test_memory_is_lent_until_its_receiver_has_dropped_it(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_memory_is_lent_until_its_receiver_has_dropped_it(one: Pair) -> None:
     first, second = one.array(), one.array()
     lease, arrived = one.pass_on(b"", bytes_of(first), bytes_of(second))
     assert not lease.is_over
@@ -159,9 +154,7 @@ def test_memory_is_lent_until_its_receiver_has_dropped_it(pair: Callable[..., Pa
     assert until(one.opener, has(Released), one.acceptor) == [Released(lease)]
 
 
-def test_memory_that_is_lent_is_not_given_to_anybody_else(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_memory_that_is_lent_is_not_given_to_anybody_else(one: Pair) -> None:
     array = one.array(value=3.0)
     lease, arrived = one.pass_on(b"", bytes_of(array))
     del array
@@ -174,9 +167,7 @@ def test_memory_that_is_lent_is_not_given_to_anybody_else(pair: Callable[..., Pa
     assert len({each.__array_interface__["data"][0] for each in others}) == 20
 
 
-def test_small_frames_and_frames_of_other_memory_travel_as_bytes(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_small_frames_and_frames_of_other_memory_travel_as_bytes(one: Pair) -> None:
     small, private = one.array(host_paths.LARGE_BYTES // 4 - 1), np.ones(100_000, np.float32)
     _, arrived = one.pass_on(b"", bytes_of(small), bytes_of(private))
     assert [memoryview(frame).nbytes for frame in arrived.frames] == [0, small.nbytes, private.nbytes]
@@ -194,7 +185,6 @@ def test_messages_keep_their_order_and_contents_whatever_way_their_frames_go(pai
             data = chance.randbytes(chance.choice([0, 1, 7, 4096, 70_000]))
             if chance.random() < 0.6 and data:
                 array = one.pools[1].empty((len(data),), np.dtype(np.uint8))
-                assert array is not None
                 array[...] = np.frombuffer(data, np.uint8)
                 kept.append(array)
                 frames.append(array.data)
@@ -257,9 +247,7 @@ def test_segments_that_were_reserved_are_mapped_before_a_message_names_them(
         assert mapped_by(one, way) == mapped
 
 
-def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(one: Pair) -> None:
     one.opener._say("server-0", host_paths.BulkKind.SEGMENTS, {"segments": {"numbers": [1 << 20]}})
     [down] = [event for event in until(one.acceptor, has(Down), one.opener) if isinstance(event, Down)]
     assert "the descriptor of a segment did not come" in down.reason
@@ -380,8 +368,6 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
         assert other.stdout.readline() == "sent\n"
         with pytest.raises(NotShared, match="no process with the right proof"):
             acceptor.taken("in:00")
@@ -390,13 +376,11 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_from_later_workers(
-    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    one: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fill the queue of connections that nobody has accepted, until the next worker comes."""
     monkeypatch.setattr(host_segments, "ACCEPT_S", 0.0)
     monkeypatch.setattr(host_paths, "LOOK_S", 0.0)
-    one = pair()
-    one.agree()
     acceptor = one.acceptor._segments
     knock = textwrap.dedent(
         """
@@ -416,8 +400,6 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
     )
     command = [sys.executable, "-c", knock, acceptor._name.decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
         assert other.stdout.readline() == "full\n"
         one.acceptor.poll(0)
         later = Segments(TOKEN, [Pool()])
@@ -438,9 +420,7 @@ GARBLED = {
 
 
 @pytest.mark.parametrize("what", GARBLED)
-def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(pair: Callable[..., Pair], what: str) -> None:
-    one = pair()
-    one.agree()
+def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(one: Pair, what: str) -> None:
     array = one.array()
     one.pass_on(b"", bytes_of(array))
     table = GARBLED[what].replace(struct.pack("<II", 1, 1), struct.pack("<II", 1, next(iter(_peer(one).mapped))))
