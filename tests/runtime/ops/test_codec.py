@@ -160,31 +160,6 @@ def test_topk_sends_the_ratio_rounded_up_and_the_largest(n: int, ratio: float) -
 # --- numbers of MXNet's tests, at the level of one worker
 
 
-def test_two_bit_sends_a_threshold_as_soon_as_it_has_one() -> None:
-    residual = np.zeros(6, np.float32)
-    steps = [(0.4, 0), (0.1, 0.5), (0.2, 0), (0.3, 0.5), (0, 0), (0.5, 0.5)]
-    for pushed, expected in steps:
-        payload = sent("2bit", np.full(6, pushed, np.float32), residual)
-        assert received("2bit", payload, 6).tolist() == [expected] * 6, pushed
-
-
-def test_two_bit_sends_at_most_one_threshold_a_step() -> None:
-    residual = np.zeros(1, np.float32)
-    assert received("2bit", sent("2bit", floats(3.0), residual), 1).tolist() == [0.5]
-    assert residual.tolist() == [2.5]
-
-
-@pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
-def test_one_bit_gives_back_steps_of_one(threshold: float) -> None:
-    residual = np.zeros(6, np.float32)
-    value = 0.0
-    for pushed, expected in [(1, 1), (1, 2), (-1, 1), (-1, 0), (2, 1), (0, 2), (-2, 1)]:
-        payload = sent("1bit", np.full(6, pushed, np.float32), residual, threshold=threshold)
-        value += received("1bit", payload, 6, threshold=threshold)[5]
-        assert value == expected, pushed
-    assert residual.tolist() == [-1] * 6
-
-
 def simulated(name: str, values: list[float], residual: list[float], threshold: float) -> list[float]:
     """Quantise element by element, as the formula says, in float32."""
     decoded = []

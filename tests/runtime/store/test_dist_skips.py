@@ -60,19 +60,6 @@ def test_a_round_that_one_worker_skips_changes_no_value(rule: bool, over: str) -
         assert seen[3] == {last}
 
 
-def test_a_pull_after_a_skipped_round_reads_the_value() -> None:
-    def script(kv: KVStore) -> list[float]:
-        start(kv)
-        kv.push(KEYS, ones())
-        kv.skip_round(KEYS, {})
-        out, rows = np.zeros(2), np.zeros((2, 3))
-        kv.pull("small", out=out)
-        kv.row_sparse_pull("table", out=rows, row_ids=[1, 5])
-        return [*out.tolist(), *rows.ravel().tolist()]
-
-    assert run_job(script, 2) == [[2.0] * 8] * 2
-
-
 def test_only_row_sparse_keys_can_be_skipped_too() -> None:
     def script(kv: KVStore) -> Any:
         start(kv)

@@ -79,25 +79,6 @@ def test_random_calls_with_and_without_waiting_give_what_sequential_ones_give(st
         assert all((left == right).all() for left, right in zip(ours, theirs, strict=True))
 
 
-def test_outputs_are_filled_when_wait_returns() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
-        outs = {key: full(-1, SHAPES[key]) for key in KEYS}
-        strided = full(-1, (4, 6))
-        pendings = [kv.push(key, full(kv.rank + 1, SHAPES[key]), wait=False) for key in KEYS]
-        pendings += [kv.pull(key, outs[key], wait=False) for key in KEYS]
-        pendings.append(kv.pull("a", strided[::2, ::2], wait=False))
-        for pending in reversed(pendings):
-            pending.wait()
-            assert pending.is_done
-            pending.wait()
-        assert all((out == 3).all() for out in outs.values())
-        assert (strided[::2, ::2] == 3).all()
-        assert strided[1].max() == -1
-
-    run_job(script, bigarray_bound=BOUND)
-
-
 def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_once() -> None:
     """The lent memory itself goes to the transport, but for small values, which share frames."""
     shape = (200, 100)
@@ -125,18 +106,6 @@ def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_onc
     run_job(script)
 
 
-def test_a_pushpull_in_place_without_waiting_sums_once() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        for step in range(3):
-            value = full(kv.rank + 1)
-            pending = kv.pushpull("w", value, wait=False)
-            pending.wait()
-            assert (value == 3).all(), step
-
-    run_job(script)
-
-
 def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
     def script(kv: KVStore) -> None:
         kv.init("w", full(0))
@@ -150,32 +119,6 @@ def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
         with pytest.raises(KVError, match="set_optimizer"):
             pending.wait()
         kv.barrier()
-
-    run_job(script, type_name="dist_async")
-
-
-def test_a_push_error_that_was_waited_for_is_not_raised_again() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        with pytest.raises(KVError, match="set_optimizer"):
-            kv.push("w", full(1), wait=False).wait()
-        with pytest.raises(KVError, match="set_optimizer"):
-            kv.push("w", full(1)).wait()
-        kv.barrier()
-        kv.pull("w", full(0))
-        kv.close()
-
-    run_job(script, type_name="dist_async")
-
-
-@pytest.mark.parametrize("end", ["barrier", "close", "leave", "set_optimizer"])
-def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        calls = {"barrier": kv.barrier, "close": kv.close, "leave": kv.leave}
-        kv.push("w", full(1), wait=False)
-        with pytest.raises(KVError, match="set_optimizer"):
-            calls.get(end, lambda: kv.set_optimizer("test"))()
 
     run_job(script, type_name="dist_async")
 
@@ -397,34 +340,6 @@ def test_init_and_broadcast_and_assign_go_on_in_their_order() -> None:
         assert (out == 2).all()
         kv.pull("a", out)
         assert (out == 7).all()
-
-    run_job(script)
-
-
-def test_the_error_of_an_init_that_nobody_waited_for_is_raised_by_the_next_call() -> None:
-    def script(kv: KVStore) -> None:
-        pending = kv.init("a", full(1, (2, 3 + kv.rank)), wait=False)
-        with pytest.raises(KVError, match=r"worker-\d has.*worker-\d has"):
-            kv.barrier()
-        assert pending.is_done
-        kv.barrier()
-
-    run_job(script)
-
-
-def test_priorities_of_lent_pushes_are_kept_and_requests_of_a_key_keep_their_order() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(list(range(6)), [full(0)] * 6)
-        outs = [[full(0) for _ in range(6)] for _ in range(3)]
-        pendings = []
-        for step in range(3):
-            for key in range(6):
-                pendings.append(kv.push(key, full((kv.rank + 1) * (step + 1)), -key * step, wait=False))
-                pendings.append(kv.pull(key, outs[step][key], 5 * key, wait=False))
-        for pending in pendings:
-            pending.wait()
-        for step in range(3):
-            assert all((out == 3 * (step + 1)).all() for out in outs[step])
 
     run_job(script)
 

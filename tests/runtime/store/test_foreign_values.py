@@ -113,24 +113,6 @@ def test_rows_are_not_written_to_a_gpu(make: Any) -> None:
         wanted("w", make(Memory()), [0, 1])
 
 
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (Tensor(device=Device("meta")), "found a torch Tensor on the meta device, which has no values; fix: give a"),
-        (
-            Tensor(array=np.ones(2), dtype="qint8", is_quantized=True),
-            "of quantized dtype torch.qint8; fix: give tensor.",
-        ),
-        (Tensor(array=np.ones(2), layout="torch._mkldnn"), "of layout torch._mkldnn; fix: give tensor.to_dense()"),
-        (Tensor(array=np.ones(2, complex)), "gives dtype complex128, expected one of"),
-        (Tensor(array=np.ones(2, complex), conjugate=True), "gives dtype complex128, expected one of"),
-    ],
-)
-def test_tensors_that_numpy_cannot_read_are_refused_by_what_they_are(tensor: Tensor, words: str) -> None:
-    with refused(words):
-        array_of("w", tensor)
-
-
 def test_tensors_in_host_memory_are_taken_without_a_copy_and_without_their_gradients_history() -> None:
     array = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     for given in (array, array.T, array[:, ::2], array[1, 1:2].reshape(())):
