@@ -255,13 +255,6 @@ def test_a_step_far_in_a_training_is_made_by_a_rule_that_was_just_loaded() -> No
     assert (weight != 1).all()
 
 
-def test_without_lazy_update_other_rows_have_a_gradient_of_0() -> None:
-    rule = rules.make("sgd", {"lr": 0.5, "wd": 0.5, "lazy_update": False})
-    weight = np.ones((3, 1))
-    rule.step(weight, np.ones((1, 1)), rule.new_state(weight), rows=np.array([1]))
-    assert weight.tolist() == [[0.75], [0.25], [0.75]]
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("multi", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb", "lars"])
@@ -313,18 +306,6 @@ def test_a_weight_that_was_assigned_as_it_was_keeps_what_small_steps_have_added_
     master = state["master"]
     assert isinstance(master, np.ndarray)
     np.testing.assert_allclose(master, [7.0, 0.992], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"learning_rate": 0.1, "wd": 1e-4, "momentum": 0.9, "multi_precision": True},
-        {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.0005, "rescale_grad": 1 / 64, "clip_gradient": 5},
-        {"lr": 0.1, "rescale": 0.5},
-    ],
-)
-def test_mxnets_parameter_names_and_the_short_ones_are_known(params: dict[str, Any]) -> None:
-    assert rules.make("sgd", params).params["learning_rate"] == params.get("lr", params.get("learning_rate"))
 
 
 @pytest.mark.parametrize(

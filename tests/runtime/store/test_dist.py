@@ -236,35 +236,6 @@ def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> Non
     run_job(script)
 
 
-def test_bad_calls_raise_and_the_servers_live() -> None:
-    def script(kv: KVStore):
-        kv.init("w", ones())
-        out = np.zeros(SHAPE, "float32")
-        with pytest.raises(KVError, match="never"):
-            kv.pull("never", out)
-        with pytest.raises(KVError):
-            kv.pull("w", np.zeros((3, 3), "float32"))
-        with pytest.raises(KVError):
-            kv.push("w", np.zeros(SHAPE, "float64"))
-        with pytest.raises(KVError):
-            kv.init("w", ones())
-        with pytest.raises((KVError, TypeError)):
-            kv.push(1.5, ones())
-        with pytest.raises(KVError):
-            kv.init(7, ones())
-        with pytest.raises(KVError, match="adamm"):
-            kv.set_optimizer("adamm")
-        with pytest.raises(KVError, match="--server-import"):
-            kv.set_updater(lambda key, received, stored: None)
-        kv.push("w", ones())
-        kv.pull("w", out)
-        assert (out == 2).all()
-
-    with Cluster(over="inproc") as job:
-        job.run(script)
-    assert set(job.codes.values()) == {0}
-
-
 def test_async_applies_on_arrival() -> None:
     """Row: tests/nightly/dist_async_kvstore.py (the store's part): each push is applied by itself."""
 

@@ -14,9 +14,8 @@ from cluster import DEADLINE_S, Cluster, open_store, run_job
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ps import routing
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import transfers
 from distrun_runtime.transport.inproc import InprocNetwork
@@ -123,24 +122,6 @@ def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
     run_job(script, type_name="dist_async")
 
 
-def test_dropped_pulls_and_pushes_do_no_harm() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
-        kv.set_optimizer("test", rescale_grad=1.0)
-        for _ in range(20):
-            for key in KEYS:
-                kv.push(key, full(1, SHAPES[key]), wait=False)
-                kv.pull(key, full(0, SHAPES[key]), wait=False)
-        kv.barrier(wait=False)
-        kv.barrier()
-        for key in KEYS:
-            out = full(0, SHAPES[key])
-            kv.pull(key, out)
-            assert (out == 40).all()
-
-    run_job(script, bigarray_bound=BOUND)
-
-
 def test_a_barrier_is_passed_when_all_pushes_are_with_the_servers() -> None:
     """Also one that is not waited for at once: what was pushed before it is seen by everybody after it."""
     network = InprocNetwork(lambda endpoint, frames: 0.01 if len(frames) > 2 else 0.0)
@@ -231,29 +212,6 @@ def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
     run_job(script, 1, 1)
 
 
-def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
-    """Not when the script ends: it may have caught the error, and go on for hours."""
-    told = threading.Event()
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        if kv.rank == 1:
-            pending = kv.barrier(wait=False)
-            with pytest.raises(ZeroDivisionError), kv:
-                raise ZeroDivisionError("mine")
-            assert told.wait(50)
-            with pytest.raises(StoreClosed, match="this worker has left the job: ZeroDivisionError"):
-                pending.wait()
-            with pytest.raises(StoreClosed):
-                open_store("dist_sync", kv._backend._node)
-            return
-        with pytest.raises(PeerLost, match=r"worker-1.* failed: ZeroDivisionError: mine"):
-            kv.pushpull("w", full(1), full(0))
-        told.set()
-
-    run_job(script)
-
-
 def test_what_a_closed_store_held_is_free() -> None:
     """The session kept every store of a script until its end."""
 
@@ -320,49 +278,6 @@ def test_threads_may_mix_waiting_and_not_waiting() -> None:
         assert not any(thread.is_alive() for thread in threads)
 
     run_job(script, bigarray_bound=BOUND)
-
-
-def test_init_and_broadcast_and_assign_go_on_in_their_order() -> None:
-    def script(kv: KVStore) -> None:
-        out, other = full(0), full(0)
-        pendings = [
-            kv.init("a", full(1 + kv.rank), wait=False),
-            kv.broadcast("b", full(2 + kv.rank), out, wait=False),
-            kv.init("c", full(3 + kv.rank), wait=False),
-            kv.assign("a", full(7 + kv.rank), wait=False),
-        ]
-        # A call on a key whose init is under way waits for it; barriers keep their place among the others.
-        kv.pull("c", other)
-        assert (other == 3).all()
-        kv.barrier()
-        for pending in pendings:
-            pending.wait()
-        assert (out == 2).all()
-        kv.pull("a", out)
-        assert (out == 7).all()
-
-    run_job(script)
-
-
-def test_big_lent_arrays_go_over_real_sockets_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "SHARD_BYTES", 1024 * 1024)
-    shape = (1500, 1000)
-
-    def script(kv: KVStore) -> None:
-        kv.init(["a", "b"], [full(0, shape), full(0, shape)])
-        outs = [full(0, shape), full(0, shape)]
-        values = [np.arange(1500000, dtype="float32").reshape(shape) % 97, full(kv.rank + 1, shape)]
-        kept = [value.copy() for value in values]
-        pushed = kv.push(["a", "b"], values, wait=False)
-        pulled = kv.pull(["a", "b"], outs, wait=False)
-        pushed.wait()
-        for value in values:
-            value[...] = -1
-        pulled.wait()
-        assert (outs[0] == 2 * kept[0]).all()
-        assert (outs[1] == 3).all()
-
-    run_job(script, over="zmq")
 
 
 @pytest.mark.parametrize("ends", ["close", "script"])

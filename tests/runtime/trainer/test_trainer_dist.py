@@ -12,7 +12,6 @@ from linear import RATE, Linear, examples, trained
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer, agreement
@@ -171,25 +170,6 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvsto
             momentum = 0.5 * momentum - count
             expected += momentum
     assert run(script, workers=3) == [(expected, 1.0)] * 3
-
-
-@UPDATES
-def test_a_schedule_is_alike_on_all_after_a_join(update_on_kvstore: bool) -> None:
-    """Rank 0 joins after one step of two."""
-
-    def script(kv: KVStore) -> float:
-        one = Parameter(np.zeros(2), name="x")
-        rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
-        trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
-        for _ in range(kv.rank + 1):
-            one.grad = np.ones(2)
-            trainer.step(1)
-        trainer.join()
-        one.grad = np.ones(2)
-        trainer.step(1)
-        return trainer.learning_rate
-
-    assert run(script) == [0.25, 0.25]
 
 
 def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
