@@ -123,17 +123,6 @@ def labels_of(reader: Reader) -> list[int]:
     return [int(each) for _, label in reader for each in label]
 
 
-@pytest.mark.parametrize("remainder", ["spread", "drop", "pad", "wrap"])
-def test_a_global_shuffle_gives_each_part_other_examples_in_each_pass(remainder: str) -> None:
-    dataset = Arrays(np.arange(30.0), np.arange(30))
-    options = {"num_parts": 3, "remainder": remainder, "shuffle": "global", "seed": 4}
-    readers = [Reader(dataset, 4, part_index=rank, **options) for rank in range(3)]
-    passes = [[labels_of(reader) for reader in readers] for _ in range(2)]
-    for parts in passes:
-        assert sorted(label for part in parts for label in part) == list(range(30))
-    assert all(set(one) != set(other) for one, other in zip(*passes, strict=True))
-
-
 def test_with_epochs_of_full_batches_all_parts_begin_each_pass_together() -> None:
     dataset = Arrays(np.arange(22.0), np.arange(22))
     size = 22 // (5 * 2)

@@ -184,16 +184,9 @@ def test_rules_that_were_written_for_it_give_the_bytes_of_numpy() -> None:
     check_scripts([(script, "float32") for script in CHOSEN])
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(scripts=scripts)
 def test_a_rule_of_any_statements_gives_the_bytes_of_numpy(scripts: list[tuple[list[Statement], str]]) -> None:
-    check_scripts(scripts)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(scripts=scripts)
-def test_many_rules_of_any_statements_give_the_bytes_of_numpy(scripts: list[tuple[list[Statement], str]]) -> None:
     check_scripts(scripts)
 
 

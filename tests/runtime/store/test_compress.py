@@ -106,23 +106,6 @@ def test_only_dense_float_values_of_the_least_size_are_compressed() -> None:
     assert not Compression().applies(record(size=10**6))
 
 
-def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> None:
-    made = compressor()
-    flat = values(1, 2, dtype=np.int32)
-    assert made.of(record(size=2, dtype=np.int32)) is None
-    assert made.through(record(size=2, dtype=np.int32), flat) is flat
-    assert Compressor().of(record()) is None
-    assert made.residuals() == {}
-
-
-def test_settings_of_keys_go_before_that_of_all() -> None:
-    made = compressor()
-    made.set(Compression.of({"type": "fp16", "min_size": 0}), ["a"])
-    made.set(Compression(), ["b"])
-    found = {key: made.of(record(key)) for key in "abc"}
-    assert {key: setting and setting.type for key, setting in found.items()} == {"a": "fp16", "b": None, "c": "2bit"}
-
-
 # --- residuals
 
 
@@ -131,15 +114,6 @@ def test_keys_and_devices_have_residuals_of_their_own() -> None:
     made.through(record("a", 1), values(0.25), device=1)
     made.through(record("b", 1), values(2.0))
     assert {key: residual.tolist() for key, residual in made.residuals().items()} == {"a": [[0], [0.25]], "b": [1.5]}
-
-
-def test_through_gives_what_a_receiver_gets_and_keeps_the_rest() -> None:
-    made = compressor(threshold=0.5)
-    got = [made.through(record(size=1), values(0.4)).tolist() for _ in range(4)]
-    assert got == [[0], [0.5], [0.5], [0.5]]
-    got_1 = compressor(type="1bit").through(record(size=2, dtype=np.float64), values(3, -3, dtype=np.float64))
-    assert got_1.tolist() == [1, -1]
-    assert got_1.dtype == np.float64
 
 
 def test_16_bit_floats_are_compressed_from_float32_and_come_back_in_their_type() -> None:

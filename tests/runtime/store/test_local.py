@@ -6,7 +6,6 @@ Every test runs with a `local` and a `device` store; a list of values is from as
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from distrun_runtime import kvstore
-from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 
 Array = npt.NDArray[Any]
@@ -286,13 +285,6 @@ def test_pushpull_of_one_key_or_a_list_sums_four_devices(key: Any, keys: list[An
             assert in_place or all(np.array_equal(value, np.ones(SHAPE)) for row in lists for value in row)
 
 
-def test_a_double_init_changes_nothing() -> None:
-    kv = filled(3, INT_KEYS)
-    with pytest.raises(KVError, match="key 3 was already initialised"):
-        kv.init(3, np.ones(SHAPE))
-    assert np.array_equal(pulled(kv, 3), np.zeros(SHAPE))
-
-
 def test_an_equal_optimizer_keeps_state_and_a_different_one_needs_replace() -> None:
     kv = filled(3, INT_KEYS)
     kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
@@ -405,41 +397,3 @@ def test_threads_take_turns() -> None:
         worker.join(60)
     assert np.array_equal(pulled(kv, 3), np.full(SHAPE, float(threads * rounds)))
     assert torn == []
-
-
-def test_a_closed_local_store_says_so() -> None:
-    kv = filled(3, INT_KEYS)
-    kv.close()
-    calls: list[Callable[[], object]] = [
-        lambda: kv.push(3, np.ones(SHAPE)),
-        lambda: kv.pull(3, np.ones(SHAPE)),
-        kv.barrier,
-    ]
-    for call in calls:
-        with pytest.raises(StoreClosed):
-            call()
-
-
-def test_an_error_that_leaves_its_block_closes_a_local_store() -> None:
-    kv = filled(3, INT_KEYS)
-    with pytest.raises(ArithmeticError), kv:
-        raise ArithmeticError
-    with pytest.raises(StoreClosed):
-        kv.pull(3, np.ones(SHAPE))
-
-
-def test_membership_of_one_returns_at_once() -> None:
-    with create() as kv:
-        kv.barrier()
-        kv.join()
-        kv.leave()
-
-
-def test_two_stores_in_one_process_are_two() -> None:
-    one, two = create(), create()
-    one.init("w", np.zeros(2))
-    two.init(3, np.ones(3))
-    one.push("w", np.ones(2))
-    out = np.empty(3)
-    two.pull(3, out=out)
-    assert out.tolist() == [1, 1, 1]

@@ -146,18 +146,6 @@ def test_residuals_of_several_workers_are_dropped_with_a_warning(tmp_path: Path)
     assert out.tolist() == [0, 0, 0]
 
 
-def test_what_was_saved_before_is_replaced_and_its_data_removed(tmp_path: Path) -> None:
-    kv = filled(**SGD)
-    kv.save_states(tmp_path / "new folder")
-    push(kv)
-    kv.save_states(tmp_path / "new folder")
-    names = sorted(path.name for path in (tmp_path / "new folder").iterdir())
-    assert [name.partition("-")[0] for name in names] == ["data", "manifest.json"]
-    other = filled(**SGD)
-    other.load_states(tmp_path / "new folder")
-    assert everything(other) == everything(kv)
-
-
 def test_a_save_that_fails_leaves_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = filled(**SGD)
     push(kv)

@@ -43,15 +43,6 @@ print("alike")
 """
 
 
-def test_rows_may_come_in_any_order_and_more_than_once() -> None:
-    found = RowSparse(np.array([[1.0], [2.0], [4.0]]), [3, 1, 3], (5, 1))
-    one = found.canonical()
-    assert one.rows.tolist() == [1, 3]
-    assert one.values.tolist() == [[2.0], [5.0]]
-    assert found.to_dense().tolist() == [[0], [2], [0], [5], [0]]
-    assert one.canonical() is one
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 7), max_size=20),
