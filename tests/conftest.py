@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from distrun_cli import distrun
 from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
@@ -45,6 +46,7 @@ settings.load_profile("same")
 
 __all__ = [
     "cache_of_session",
+    "distrun",
     "engine",
     "kind_of_gpu",
     "lab",

@@ -122,14 +122,12 @@ def test_cfn_lint_has_nothing_to_say() -> None:
 def test_a_parameter_takes_only_what_it_is_for(parameter: str, taken: list[str], refused: list[str]) -> None:
     """AWS compares the whole value. Nothing that means something to a shell or in a policy comes through."""
     template, _ = decode_str(TEMPLATE)
-    assert template is not None
     pattern = template["Parameters"][parameter]["AllowedPattern"]
     assert [value for value in [*taken, *refused] if re.fullmatch(pattern, value)] == taken
 
 
 def test_the_page_has_a_row_for_every_parameter_with_its_default() -> None:
     template, _ = decode_str(TEMPLATE)
-    assert template is not None
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) ?\| ", PAGE.partition("### Create")[2], re.MULTILINE))
     parameters = template["Parameters"]
     defaults = {name: str(parameters[name].get("Default", "")) for name in parameters}
@@ -139,7 +137,6 @@ def test_the_page_has_a_row_for_every_parameter_with_its_default() -> None:
 
 def test_the_stack_waits_for_a_signal_of_every_host() -> None:
     template, _ = decode_str(TEMPLATE)
-    assert template is not None
     waits = {name: one["CreationPolicy"] for name, one in template["Resources"].items() if "CreationPolicy" in one}
     assert {name: wait["ResourceSignal"].get("Count", 1) for name, wait in waits.items()} == {
         "FirstHost": 1,

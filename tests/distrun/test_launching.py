@@ -109,7 +109,6 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     code = "import signal,time;%s;print(1,flush=True);time.sleep(60)"
     ignore = "0" if obeys else "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     child = subprocess.Popen([sys.executable, "-c", code % ignore], stdout=subprocess.PIPE)
-    assert child.stdout is not None
     child.stdout.readline()
     pid, start = process.identity(child.pid)
     done = killing.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
@@ -128,7 +127,6 @@ def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
     assert killing.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
     outcome = folder.outcome()
-    assert outcome is not None
     assert outcome["survivors"] == [{"what": "pid 8 (stuck)", "host": folder.plan().hosts[0].name}]
 
 

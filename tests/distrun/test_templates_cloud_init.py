@@ -25,8 +25,7 @@ def rendered(*values: str) -> str:
 
 
 def loaded(*values: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(rendered(*values))
-    return found
+    return yaml.safe_load(rendered(*values))
 
 
 def setup_script(*values: str) -> str:

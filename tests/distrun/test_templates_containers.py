@@ -32,8 +32,7 @@ def compose(*values: str) -> dict[str, Any]:
     assert not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", text.partition("\n")[2]), "a `$` that Compose would replace"
     found = yaml.safe_load(text)
     PyCompose.from_json(json.dumps(found))
-    made: dict[str, Any] = json.loads(json.dumps(found).replace("$$", "$"))
-    return made
+    return json.loads(json.dumps(found).replace("$$", "$"))
 
 
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint has no program for this machine")

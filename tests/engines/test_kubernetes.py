@@ -163,33 +163,6 @@ def test_a_job_that_waits_says_why_and_ctrl_c_deletes_it(lab: PodSite) -> None:
     gone_soon(lab)
 
 
-def test_a_detached_job_is_followed_and_waited_for(lab: PodSite) -> None:
-    waits = "echo one; until [ -e /tmp/go ]; do echo waits; sleep 0.2; done; exit 5"
-    done = lab.launch("--detach", *SHORT, "-n", "2", "-s", "0", waits)
-    assert done.code == 0, done.err
-    name = done.out.strip()
-    attached = lab.start("attach", name)
-    wait_until(lambda: len(set(re.findall(r"worker-(\d)@\S+ \| waits", attached.out))) == 2, 60, "both are shown")
-    assert name in lab.distrun("status").out
-    for host in lab.hosts.values():
-        host.exec("touch", "/tmp/go")
-    assert lab.distrun("wait", name).code == 5
-    assert attached.wait() == 5
-    lab.nothing_stays()
-    for host in lab.hosts.values():
-        host.exec("rm", "/tmp/go")
-
-
-def test_distrun_kill_ends_a_job_whose_coordinator_is_dead(lab: PodSite) -> None:
-    running = lab.begin_launch(*SHORT, "--name", "mine", "-n", "2", "-s", "0", STAY)
-    up(running, 2)
-    os.kill(running.coordinator(), signal.SIGKILL)
-    assert running.wait() == 8
-    killed = lab.distrun("kill", "mine")
-    assert killed.code == 0, killed.err
-    lab.nothing_stays()
-
-
 def kill_agents(lab: PodSite, node: str) -> None:
     """Kill the agents on a node, and their guards."""
     found = [each.pid for each in lab.strangers() if each.host == node and b"env:DISTRUN_POD" in each.command]
@@ -295,18 +268,6 @@ def deadlines(lab: PodSite) -> list[int | None]:
     return [job["spec"].get("activeDeadlineSeconds") for job in lab.cluster.get("jobs")]
 
 
-@pytest.mark.parametrize("is_queued", [False, True], ids=["running", "queued"])
-def test_a_killed_client_is_noticed_by_the_coordinator_which_ends_the_job(lab: PodSite, is_queued: bool) -> None:
-    running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", *(["--worker-cores", "64"] if is_queued else []), STAY)
-    if is_queued:
-        wait_until(lambda: "kubernetes: queued" in running.err, 60, "it waits")
-    else:
-        up(running, 2)
-    running.signal(signal.SIGKILL)  # the terminal's process alone; the coordinator lives
-    wait_until(lambda: '"state": "killed"' in lab.distrun("status", "--json").out, 60, "its end is recorded")
-    lab.nothing_stays()
-
-
 who_deletes = pytest.mark.parametrize(
     ("kind", "deleted"), [(JOBS, JOBS), (JOBSETS, JOBSETS), (JOBSETS, JOBS)], indirect=["kind"]
 )
@@ -343,6 +304,15 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_when_kubernetes_pauses_befo
     lab.nothing_stays()
 
 
+def test_a_private_image_is_pulled_with_the_secret_that_is_named(lab: PodSite) -> None:
+    where = f"--docker-server={kubernetes.PRIVATE_IMAGE.partition('/')[0]}"
+    words = ("docker-registry", "mine", where, "--docker-username=a", "--docker-password=b")
+    lab.cluster.kubectl("create", "secret", *words)
+    image = ("--image", kubernetes.PRIVATE_IMAGE)
+    assert lab.launch("-n", "1", "-s", "0", *image, "true").code == 6
+    assert lab.launch("-n", "1", "-s", "0", *image, "--image-pull-secret", "mine", "true").code == 0
+
+
 def test_a_namespace_quota_is_the_cause_and_nothing_is_left(lab: PodSite) -> None:
     lab.cluster.kubectl("create", "quota", "small", "--hard=pods=1")
     done = lab.launch("-n", "2", "-s", "0", "true")
@@ -361,8 +331,9 @@ def test_pod_security_is_the_cause_and_says_how_a_user_is_named(lab: PodSite) ->
         assert done.code == 5, done.err
         assert "runAsNonRoot" in done.err
         assert "run_as = UID in [kubernetes]" in done.err
-        done = lab.launch("-n", "1", "-s", "0", "true", env=configured(lab, "run_as = 1000"))
+        done = lab.launch("-n", "1", "-s", "0", "id -u", env=configured(lab, "run_as = 1000"))
         assert done.code == 0, done.err
+        assert done.out.endswith(" | 1000\n")
     finally:
         lab.cluster.kubectl("label", "namespace", kubernetes.NAMESPACE, f"{level}-")
     lab.nothing_stays()
@@ -498,17 +469,27 @@ def test_volumes_selectors_and_tolerations_decide_where_and_with_what_tasks_run(
     lab.cluster.kubectl("label", "node", "h2", "disk=fast")
     lab.cluster.kubectl("taint", "node", "h2", "dedicated=ml:NoSchedule")
     lab.cluster.kubectl("create", "configmap", "settings", "--from-literal=rate=0.5")
+    size = {"resources": {"requests": {"storage": "1Mi"}}, "accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+    meta, path = {"name": "mine", "namespace": kubernetes.NAMESPACE}, {"path": "/var/tmp/volume"}
+    spec = {"capacity": {"storage": "1Mi"}, "accessModes": ["ReadWriteOnce"], "hostPath": path}
+    lab.cluster.create(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "mine"}, "spec": spec},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": {**size, "volumeName": "mine"}},
+    )
     try:
         words = ("--node-selector", "disk=fast", "--toleration", "dedicated=ml:NoSchedule")
         words += ("--volume", "configmap/settings:/tmp/settings:ro", "--volume", "empty:/tmp/scratch")
+        words += ("--volume", "pvc/mine:/tmp/claimed", "--volume", "/var/tmp/volume:/tmp/of-node")
         words += ("--worker-gpus", "1")
-        done = lab.launch(*words, "-n", "1", "-s", "0", "cat /tmp/settings/rate && touch /tmp/scratch/a && hostname")
+        writes = "cat /tmp/settings/rate && touch /tmp/scratch/a && touch /tmp/claimed/b && ls /tmp/of-node"
+        done = lab.launch(*words, "-n", "1", "-s", "0", writes)
         assert done.code == 0, done.err
-        assert "worker-0@h2 | 0.5" in done.out
+        assert "worker-0@h2 | 0.5b\n" in done.out
     finally:
         lab.cluster.kubectl("taint", "node", "h2", "dedicated-")
         lab.cluster.kubectl("label", "node", "h2", "disk-")
         lab.cluster.kubectl("delete", "configmap", "settings")
+        lab.cluster.kubectl("delete", "persistentvolumeclaim,persistentvolume", "mine", "--wait=false")
     lab.nothing_stays()
 
 

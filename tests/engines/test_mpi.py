@@ -84,15 +84,6 @@ def test_first_failing_worker_gives_the_exit_code_and_is_named(lab: Site, mpirun
     assert "worker-1" in done.err
 
 
-@by(*DEBIAN)
-def test_interrupt_stops_the_job_and_mpirun(lab: Site, mpirun: tuple[str, ...]) -> None:
-    running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
-    wait_until(lambda: running.out.count("up") == 2, 60, "both workers run")
-    running.signal(signal.SIGINT)
-    assert running.wait() == 130, running.err
-    assert running.out.count("bye") == 2
-
-
 @by("openmpi4", "intel")
 def test_killed_launcher_leaves_nothing(lab: Site, mpirun: tuple[str, ...]) -> None:
     running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
@@ -100,23 +91,6 @@ def test_killed_launcher_leaves_nothing(lab: Site, mpirun: tuple[str, ...]) -> N
     os.kill(running.coordinator(), signal.SIGKILL)
     running.kill()
     wait_until(lambda: not lab.leftovers(), 60, "nothing is left")
-
-
-@by("openmpi4")
-def test_detached_job_is_attached_waited_for_and_its_logs_are_read(lab: Site, mpirun: tuple[str, ...]) -> None:
-    go = "h1:/tmp/go"
-    script = "echo begin; while ! [ -e /tmp/go ]; do sleep 0.05; done; echo end; exit 3"
-    words = ("-H", lab.hosts_file("h1"), "-n", "1", "-s", "0", "--detach", "--shell", script)
-    done = lab.distrun(*mpirun, *words, cwd=Path("/"))
-    assert done.code == 0, done.err
-    job = done.out.split()[-1]
-    attached = lab.start("attach", job)
-    wait_until(lambda: "begin" in attached.out, 60, "the output is shown")
-    lab["h1"].exec("touch", go.partition(":")[2])
-    assert attached.wait() == 3, attached.err
-    lab["h1"].exec("rm", go.partition(":")[2])
-    assert lab.distrun("wait", job).code == 3
-    assert "end" in lab.distrun("logs", job).out
 
 
 @by(*DEBIAN, "intel")

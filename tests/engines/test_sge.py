@@ -111,23 +111,6 @@ def test_memory_that_is_a_load_value_is_asked_for_and_more_than_a_host_has_is_re
     assert "because it offers only hl:mem_total=" in done.err
 
 
-def test_a_detached_job_is_followed_and_waited_for(lab: SgeSite) -> None:
-    done = lab.launch("--detach", *SHORT, "-n", "2", "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; exit 5")
-    assert done.code == 0, done.err
-    name = done.out.strip()
-    attached = lab.start("attach", name)
-    wait_until(lambda: attached.out.count("| one\n") == 2, 60, "both workers are shown")
-    assert name in lab.distrun("status").out
-    assert lab.distrun("logs", name, "worker-1").out.count("one") == 1
-    for host in lab.hosts:
-        lab[host].exec("touch", "/tmp/go")
-    assert lab.distrun("wait", name).code == 5
-    assert attached.wait() == 5
-    lab.nothing_stays()
-    for host in lab.hosts:
-        lab[host].exec("rm", "/tmp/go")
-
-
 def test_distrun_kill_ends_a_job_whose_coordinator_is_dead(lab: SgeSite) -> None:
     running = lab.begin_launch(*SHORT, "-n", "2", "--name", "mine", STAY)
     up(running, 2)
@@ -179,20 +162,6 @@ def test_an_error_state_is_told_and_the_job_deleted(lab: SgeSite) -> None:
     is_kept = "Eqw" in done.err and "can't chdir to /nonexistent" in done.err
     assert is_kept or "h1 could not run the script: changing into working directory" in done.err, done.err
     lab.nothing_stays()
-
-
-def test_what_can_never_run_is_refused(lab: SgeSite) -> None:
-    for words, text in (
-        (("--worker-gpus", "1"), "no resource 'gpu'"),
-        (("--worker-cores", "50"), "because it only offers 12 slots"),
-    ):
-        done = lab.launch("-n", "1", "-s", "0", *words, "hostname")
-        assert done.code == 2, done.err
-        assert text in done.err
-    done = lab.launch("-n", "1", "-s", "0", "hostname", pe="")
-    assert done.code == 2, done.err
-    assert "--pe is needed" in done.err
-    assert not lab.ask("qstat").strip()
 
 
 def test_the_digits_are_learned_without_a_shared_folder(lab: SgeSite) -> None:

@@ -140,23 +140,6 @@ def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) ->
     assert {name for name, _ in site.files("/user/root")} <= {".distrun", ".yarn"}
 
 
-def test_what_yarn_cannot_give_is_refused_before_anything_is_submitted(site: YarnSite) -> None:
-    big = site.launch("-n", "1", "-s", "0", "--worker-memory", "99G", "true")
-    assert (big.code, "no node of YARN's has more than 2048 MiB" in big.err) == (2, True), big.err
-    gpus = site.launch("-n", "1", "-s", "0", "--worker-gpus", "1", "true")
-    assert (gpus.code, "--worker-gpus: 1" in gpus.err) == (2, True), gpus.err
-    queue = site.launch("-n", "1", "-s", "0", "--queue", "nope", "true")
-    assert (queue.code, "it has: default, small" in queue.err) == (2, True), queue.err
-
-
-def test_a_dry_run_prints_the_spec_and_submits_nothing(site: YarnSite) -> None:
-    done = site.launch("-n", "2", "-s", "1", "--dry-run", "python3", "train.py")
-    assert done.code == 0, done.err
-    assert '"restart_policy": "NEVER"' in done.out
-    assert "POST" in done.out
-    assert "train.py" not in done.out[done.out.index("{") : done.out.index("executed:")]
-
-
 def test_the_doctor_says_what_is_there(site: YarnSite) -> None:
     done = site.distrun("doctor", "--launcher", "yarn")
     assert done.code == 0, done.out + done.err

@@ -348,7 +348,6 @@ def test_held_ports_are_given_to_nobody_but_who_names_them() -> None:
     with agent(ports=["master", "jax"]) as driver:
         ready = driver.begin().header
         held = ready["ports"]
-        assert isinstance(held, dict)
         assert set(held) == {"master", "jax"}
         assert len(set(held.values())) == 2
         for port in held.values():
@@ -371,7 +370,6 @@ def test_hello_introduces_agent_and_guard() -> None:
         assert hello["seq"] == 1
         for name in ("agent", "guard"):
             who = hello[name]
-            assert isinstance(who, dict)
             assert process.is_alive(Identity(who["pid"], who["start"]))
         assert hello["guard"]["pid"] == driver.child.pid  # type: ignore[index]
         assert hello["host"] == socket.gethostname()
@@ -382,7 +380,6 @@ def test_hello_introduces_agent_and_guard() -> None:
         driver.child.kill()
         driver.child.wait()
         for pipe in (driver.child.stdin, driver.child.stdout):
-            assert pipe is not None
             pipe.close()
 
 
@@ -681,7 +678,6 @@ def test_agent_whose_pipes_are_closed_before_it_says_hello_ends() -> None:
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
             pipe.close()
         assert child.wait(WAIT_S) == facts.EXIT_TERMINATED
     finally:
@@ -692,7 +688,6 @@ def test_agent_whose_pipes_are_closed_before_it_says_hello_ends() -> None:
 def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:
     with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
         run(driver)
-        assert driver.child.stdin is not None
         driver.child.stdin.write(b"\xff" * 64)
         assert "cannot be read on" in str(driver.wait("warning").header["text"])
         driver.exited()

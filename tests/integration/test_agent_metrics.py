@@ -30,8 +30,7 @@ sender = Sender()
 
 
 def sampled(driver: AgentDriver, name: str = "worker-0") -> dict[str, Any]:
-    found: dict[str, Any] = driver.wait("metrics").header["tasks"].get(name, {})
-    return found
+    return driver.wait("metrics").header["tasks"].get(name, {})
 
 
 def reported(driver: AgentDriver) -> Any:

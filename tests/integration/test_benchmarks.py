@@ -25,8 +25,6 @@ def _loops_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_" + Path(name).stem, BENCHMARKS / name)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from distrun_cli import PYTHON, Distrun, wait_until
+from distrun_cli import PYTHON, Distrun
 
 LIMIT_S = 60.0
 WORKERS = 4
@@ -30,13 +27,6 @@ def main():
 
 main()
 """
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    made = Distrun(tmp_path)
-    yield made
-    wait_until(lambda: not made.left(), LIMIT_S, "nothing is left; left: %s" % made.left())
 
 
 def launch(distrun: Distrun, text: str, *words: str) -> tuple[int, list[str]]:

@@ -135,20 +135,6 @@ def test_an_orphaned_job_is_shown_and_ended(lab: Site) -> None:
     assert (again.code, again.out) == (0, "no stale job is there\n")
 
 
-def test_stale_leaves_a_job_alone_whose_agents_live(lab: Site) -> None:
-    orphan, living = Job(lab, "h1"), Job(lab, "h1", "h2")
-    orphan.orphan()
-    found = told(kill(lab, "--stale", "-y", "--json"))
-    assert [[each["job"] for each in host["jobs"]] for host in found["hosts"]] == [[orphan.id], []]
-    assert orphan.left() == []
-    assert {each.host for each in living.left()} >= {"h1", "h2"}
-    assert living.launcher.poll() is None
-    both = told(kill(lab, "-y", "--json"))
-    assert [[each["job"] for each in host["jobs"]] for host in both["hosts"]] == [[living.id], [living.id]]
-    assert living.left() == []
-    assert living.launcher.wait() != 0
-
-
 def test_a_stopped_agent_makes_a_job_stale(lab: Site) -> None:
     job = Job(lab, "h1")
     for each in job.agents("h1"):

@@ -11,22 +11,15 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distrun_cli import AGENT, Distrun, leaving_nothing, processes, wait_until
+from distrun_cli import AGENT, Distrun, processes, wait_until
 
 LIMIT_S = 60.0
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for leftovers in /proc")
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    with leaving_nothing(tmp_path) as made:
-        yield made
 
 
 def begin(distrun: Distrun) -> tuple[subprocess.Popen[bytes], str]:

@@ -69,7 +69,6 @@ class Peer:
 
     def sees(self, wait_s: float = LIMIT_S) -> str:
         """Send something; return `echo`, `silence` after `wait_s`, `end`, or the name of the error."""
-        assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.child.stdin.write("%g\n" % wait_s)
         self.child.stdin.flush()
@@ -81,8 +80,6 @@ class Peer:
         wait_until(lambda: self.sees(1) == what, limit_s, what)
 
     def close(self) -> None:
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
         self.child.stdin.close()
         self.child.stdout.close()
         self.child.kill()
@@ -360,7 +357,6 @@ def test_killing_its_maker_ends_a_lab() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert maker.stdout is not None
     line = maker.stdout.readline()
     if not line:
         words = maker.communicate(timeout=LIMIT_S)[1].decode()

@@ -46,7 +46,6 @@ def test_a_job_is_launched_from_any_thread_and_waited_for(jobs: Jobs, tmp_path: 
     assert [each.id for each in jobs.list()] == [job.id]
     assert job.wait(LIMIT_S) == 1
     assert sorted(piece.data for piece in job.logs()) == [b"I am 0\n", b"I am 1\n"]
-    assert job.outcome is not None
     assert job.outcome["reason"] == "task_failed"
     assert "exit code 1; stopping the job" in "".join(said)
 

@@ -7,8 +7,6 @@ import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +25,6 @@ while not os.path.exists("enough") and time.monotonic() < deadline:
     distrun_runtime.report(step=step, total=1000, loss=1 / step)
     time.sleep(0.1)
 """
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    made = Distrun(tmp_path)
-    yield made
-    wait_until(lambda: not made.left(), LIMIT_S, "nothing is left; left: %s" % made.left())
 
 
 def page(url: str) -> list[Any]:

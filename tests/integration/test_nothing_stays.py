@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distrun_cli import AGENT, Distrun, leaving_nothing, processes, wait_until
+from distrun_cli import AGENT, Distrun, processes, wait_until
 
 LIMIT_S = 60.0
 """For what takes a second or two on a machine that has nothing else to do."""
@@ -47,12 +46,6 @@ SOME = {
 }
 """The kinds of a job's workers: all in one job, and those whose ends the job must not leave to the KILL that a stubborn
 one gets."""
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    with leaving_nothing(tmp_path) as made:
-        yield made
 
 
 def parents_of_all() -> dict[int, int]:
@@ -225,15 +218,6 @@ def test_agent_and_guard_killed_at_once_leave_the_sweep_to_the_launcher(kind: st
     assert job.ends() == 7
 
 
-def test_ctrl_c_once_is_graceful(distrun: Distrun) -> None:
-    """The workers get INT and their grace time; what they still say is shown."""
-    text = "trap 'echo saved $DMLC_RANK; exit 0' INT; touch up-$DMLC_RANK; while :; do sleep 0.05; done"
-    job = Job(distrun, text, *PATIENT)
-    job.launcher.send_signal(signal.SIGINT)
-    assert job.ends() == 130
-    assert (distrun.home / "out").read_text().count("saved") == 2
-
-
 def test_ctrl_c_once_leaves_servers_until_the_workers_are_done(distrun: Distrun) -> None:
     text = (
         "if [ $DMLC_ROLE != worker ]; then\n"
@@ -262,12 +246,6 @@ def test_ctrl_c_in_a_terminal_reaches_the_launcher_only(distrun: Distrun) -> Non
     os.killpg(job.launcher.pid, signal.SIGINT)
     assert job.ends() == 130
     assert (distrun.work / "ints").read_text().count("got-int") == 2
-
-
-def test_hanging_up_ends_the_job(distrun: Distrun) -> None:
-    job = Job(distrun, "obeys")
-    job.launcher.send_signal(signal.SIGHUP)
-    assert job.ends() == 129
 
 
 def test_a_launch_under_nohup_ignores_the_hangup(distrun: Distrun) -> None:

@@ -8,11 +8,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from distrun_cli import Distrun, leaving_nothing, processes, wait_until
+from distrun_cli import Distrun, processes, wait_until
 from manual import ManualJob
 
 LIMIT_S = 60.0
@@ -89,12 +87,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds tasks in /proc"),
 ]
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    with leaving_nothing(tmp_path) as made:
-        yield made
 
 
 def pid_of(distrun: Distrun, task: str) -> int:

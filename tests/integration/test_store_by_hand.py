@@ -83,15 +83,6 @@ def test_five_variables_and_any_order_of_starting_do(order: list[str]) -> None:
         assert "runs open" in job.err("scheduler-0")
 
 
-def test_the_same_command_in_every_role_serves_where_the_role_says_so() -> None:
-    with ManualJob(1, 1) as job:
-        script = job.script(TRAIN + "\n    assert kv.rank >= 0\n")
-        for role in ("worker", "server", "scheduler"):
-            job.start(role, script)
-        assert set(job.wait()) == {0}, job.report()
-        assert job.out("server-0") == job.out("scheduler-0") == ""
-
-
 def test_the_scheduler_binds_exactly_its_port_or_says_who_has_it() -> None:
     with ManualJob(1, 1) as job, socket.socket() as holder:
         holder.bind(("127.0.0.1", job.port))

@@ -45,8 +45,7 @@ print("learned", *np.round(weight, 2))
 def loaded(name: str, *values: str) -> dict[str, Any]:
     """Return a rendered template as its program reads it; Compose makes `$` of `$$`."""
     text = templates.render(templates.find(name), values)
-    found: dict[str, Any] = yaml.safe_load(text.replace("$$", "$") if name == "compose" else text)
-    return found
+    return yaml.safe_load(text.replace("$$", "$") if name == "compose" else text)
 
 
 def train(lab: Site, hosts: str, python: str) -> Done:

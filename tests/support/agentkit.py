@@ -141,7 +141,6 @@ class AgentDriver:
     def cut(self) -> None:
         """End the connection; what was said is kept for another."""
         for pipe in (self.child.stdin, self.child.stdout):
-            assert pipe is not None
             pipe.close()
         self._session.cut()
         self._sock = None
@@ -155,7 +154,6 @@ class AgentDriver:
         self._flush()
 
     def close_input(self) -> None:
-        assert self.child.stdin is not None
         self.child.stdin.close()
 
     def close(self) -> None:
@@ -189,7 +187,6 @@ class AgentDriver:
 
     def hear(self, limit_s: float) -> bool:
         """Take what arrives next; return False at the end of the stream. Waits up to `limit_s`."""
-        assert self.child.stdout is not None
         source = self._sock.fileno() if self._sock is not None else self.child.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
@@ -272,7 +269,6 @@ class AgentDriver:
         if self._sock is not None:
             self._sock.sendall(data)
             return
-        assert self.child.stdin is not None
         view = memoryview(data)
         while view:
             view = view[self.child.stdin.write(view) :]

@@ -37,8 +37,7 @@ class Account:
         if service not in self._clients:
             account = boto3.Session(ID, SECRET, region_name=REGION)
             self._clients[service] = account.client(service, endpoint_url=self.url)
-        answer: dict[str, Any] = getattr(self._clients[service], operation)(**words)
-        return answer
+        return getattr(self._clients[service], operation)(**words)
 
     def found(self, service: str, operation: str, query: str) -> list[Any]:
         """Return what a JMESPath query finds in the answer of an operation without arguments."""
@@ -74,7 +73,6 @@ def aws_server() -> Iterator[str]:
     """Serve AWS for all tests of a session; yield its address."""
     argv = [sys.executable, "-W", "ignore", str(HERE / "motoserver.py")]
     server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert server.stdout is not None
     try:
         port = next((line.split()[1] for line in server.stdout if line.startswith("PORT ")), "")
         assert port, f"no server: run {shlex.join(argv)} to see why"

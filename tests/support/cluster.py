@@ -303,8 +303,7 @@ def host_of(role: str, rank: int) -> str:
 
 def shards_of(kv: Any, key: Any) -> tuple[Any, ...]:
     """Return the shards of a key, as this worker knows them."""
-    found: tuple[Any, ...] = kv._backend._transfers.shards[key]
-    return found
+    return kv._backend._transfers.shards[key]
 
 
 def rounds_of(kv: Any) -> dict[Any, int]:

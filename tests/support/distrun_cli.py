@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from forked import Forker
 
 from distrun import cli
 
 PYTHON = sys.executable
 TIMEOUT_S = 100.0
+LEFT_S = 60.0
+"""For what a job leaves to end, on a machine that has something else to do."""
 AGENT = b"\0-I\0-c\0exec("
 """Part of the command line of agents and guards."""
 
@@ -152,8 +155,7 @@ class Distrun:
 
     def state(self) -> dict[str, Any]:
         """state.json of the one job."""
-        value: dict[str, Any] = json.loads((self.job / "state.json").read_text())
-        return value
+        return json.loads((self.job / "state.json").read_text())
 
     def log(self, task: str) -> bytes:
         """What a task of the one job wrote."""
@@ -200,7 +202,16 @@ def leaving_nothing(home: Path) -> Iterator[Distrun]:
     """The command; at the end nothing that it started may be left."""
     made = Distrun(home)
     yield made
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not made.left(), LEFT_S)
     left = made.left()
     for line in left:
         os.kill(int(line.split()[0]), signal.SIGKILL)
     assert not left
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Iterator[Distrun]:
+    """The command, with a job store of its own; at the end nothing that it started may be left."""
+    with leaving_nothing(tmp_path) as made:
+        yield made

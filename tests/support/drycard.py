@@ -128,7 +128,6 @@ class Torch:
 def load() -> ModuleType:
     """Return benchmarks/gpu.py, with little memory for random numbers."""
     spec = importlib.util.spec_from_file_location("bench_gpu", BENCHMARKS / "gpu.py")
-    assert spec is not None
     assert spec.loader is not None
     before = list(sys.path)
     module = importlib.util.module_from_spec(spec)

@@ -143,7 +143,6 @@ class Tensor:
         return self._like(conjugate=False, array=None if self.array is None else self.array.conj())
 
     def data_ptr(self) -> int:
-        assert self.memory is not None
         return self.memory.address
 
     def get_device(self) -> int:
@@ -153,11 +152,9 @@ class Tensor:
         return self.memory is None or self.memory.is_contiguous
 
     def contiguous(self) -> Tensor:
-        assert self.memory is not None
         return self._like(memory=self.memory.copied())
 
     def stride(self) -> tuple[int, ...]:
-        assert self.memory is not None
         return self.memory.steps
 
     def numpy(self) -> np.ndarray:

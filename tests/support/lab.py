@@ -71,7 +71,6 @@ class Running:
 
     def write(self, data: bytes) -> None:
         """Write to its stdin, which was given as a pipe, and end it."""
-        assert self._child.stdin is not None
         self._child.stdin.write(data)
         self._child.stdin.close()
 

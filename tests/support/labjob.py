@@ -80,8 +80,7 @@ class Job:
 
     @property
     def outcome(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads((self.folder / "outcome.json").read_text())
-        return value
+        return json.loads((self.folder / "outcome.json").read_text())
 
     @property
     def culprit(self) -> str | None:

@@ -23,8 +23,7 @@ def names() -> list[str]:
 
 def read(name: str) -> dict[str, Any]:
     """Return a schema as it is published."""
-    value: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
-    return value
+    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
 
 
 def check(value: object, name: str, part: str = "") -> None:

@@ -290,9 +290,7 @@ class PasswordServer:
     def _execute(self, channel: Any, command: bytes) -> None:
         pipe = subprocess.PIPE
         child = subprocess.Popen(["/bin/sh", "-c", command], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
-        assert child.stdin is not None
         assert child.stdout is not None
-        assert child.stderr is not None
 
         def tell() -> None:
             with contextlib.suppress(OSError):

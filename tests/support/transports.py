@@ -69,8 +69,7 @@ def welcomed(acceptor: Transport, opener: Transport, link: str = "server-0") -> 
     acceptor.proven(arrived.link)
     [answer] = until(opener, has(Arrived), acceptor)
     assert frames_of(answer) == [bytes(frame) for frame in WELCOME]
-    name: str = arrived.link
-    return name
+    return arrived.link
 
 
 def agree(acceptor: Transport, opener: Transport, count: int = 1) -> list[PathChosen]:

@@ -57,7 +57,6 @@ THREE = tuple(HostSpec(name) for name in ("h1", "h3", "h2"))
 @pytest.mark.parametrize("make", FLAVOR_OF)
 def test_flavor_is_known_by_its_banner(make: str) -> None:
     found = mpi.flavor_of(recorded(f"{make}.version"))
-    assert found is not None
     assert found.name == FLAVOR_OF[make]
 
 
@@ -192,7 +191,6 @@ def test_too_few_slots_are_a_usage_error_before_anything_is_submitted_unless_ove
 
 def test_slots_of_an_outer_allocation_are_kept() -> None:
     found = parse.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"})
-    assert found is not None
     grants = mpi.grants_of(submission(*found.specs))
     assert [(each.node, each.cores) for each in grants] == [("n1", 2), ("n2", 1)]
 
@@ -304,8 +302,6 @@ def test_mpirun_ends_with_the_process_that_started_it(engine_job: tuple[mpi.Mpi,
     engine, asked = engine_job
     handle = begin(engine, asked, "sleep 600\n")
     guard = engine._guard
-    assert guard is not None
-    assert guard.stdin is not None
     guard.stdin.close()  # as the kernel does when a process ends
     assert until_ended(engine, handle).startswith("mpirun was ended by SIGTERM")
 
@@ -315,7 +311,6 @@ def test_mpirun_that_is_killed_is_the_cause_whatever_it_said(engine_job: tuple[m
     handle = begin(engine, asked, "echo Connection to h3 closed by remote host; kill -KILL $$\n")
     assert until_ended(engine, handle).startswith("mpirun was ended by SIGKILL")
     found = engine.explain(handle, "1")
-    assert found is not None
     assert (found.code, found.lost) == (7, "mpirun")
     assert found.text == f"it was ended by SIGKILL on {handle.more['host']}"
 
@@ -327,7 +322,6 @@ def test_a_host_that_mpirun_lost_is_told_if_mpirun_ended_by_itself(
     handle = begin(engine, asked, "echo Connection to h3 closed by remote host; exit 137\n")
     until_ended(engine, handle)
     found = engine.explain(handle, "1")
-    assert found is not None
     assert (found.text, found.lost) == ("mpirun lost its connection to h3", "")
 
 

@@ -323,11 +323,9 @@ def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
     record = sge.AccountingRecord("h2", "", 37, "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 5.0, "2.1G", "")
     both = record._replace(category="-l h_rt=3600,h_vmem=2G -pe mpi 2")
     found = sge.explanation([both], False, "h2")
-    assert found is not None
     assert found.code == 137
     assert "maxvmem 2.1G of h_vmem 2G" in found.text
     late = sge.explanation([both._replace(wall_s=3600.0)], False, "h2")
-    assert late is not None
     assert late.code == 124
 
 
@@ -337,10 +335,8 @@ def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
     head = other._replace(host="h1", failed=37, failure="qmaster enforced h_rt, h_cpu, or h_vmem limit", wall_s=12.0)
     for records in ([other], [other, head]):
         found = sge.explanation(records, False, "h2")
-        assert found is not None
         assert (found.code, found.text) == (124, "Grid Engine: the time limit of 12 s was reached; raise --time")
     early = sge.explanation([other._replace(wall_s=5.0)], False, "h2")
-    assert early is not None
     assert early.code == 143
 
 
@@ -350,7 +346,6 @@ def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it
     script = beside._replace(failed=28, failure="changing into working directory")
     for records in ([beside, script], [script, beside]):
         found = sge.explanation(records, False, "h1")
-        assert found is not None
         assert (found.code, found.text) == (
             6,
             "Grid Engine: h1 could not run the script: changing into working directory",
@@ -439,7 +434,6 @@ def test_a_job_that_goes_back_to_the_queue_is_deleted_at_once_and_the_reason_tol
     assert "in an error state (E): all.q@h1" in found.text
     assert "qdel 1" in commands.said
     told = engine.explain(handle, "h2")
-    assert told is not None
     assert (told.code, told.text) == (6, found.text)
 
 
@@ -482,7 +476,6 @@ def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(command
     standing = Sge().look(handle)
     assert (standing.state, standing.gone) == (RUNNING, {})
     found = Sge().explain(handle, "h3")
-    assert found is not None
     assert (found.code, found.text) == (7, "Grid Engine does not hear of h3 any more")
     assert Sge().explain(handle, "h2") is None
 
@@ -496,7 +489,6 @@ def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_
     handle = engine.submit(submission(), Sge().render(submission()))
     for _ in range(2):
         assert engine.look(handle).state == RUNNING
-    assert engine._delivery is not None
     engine._delivery.join(20)
     assert engine.look(handle).text == ""
     assert (tmp_path / "distrun-secret").read_text() == SECRET + "\n"
@@ -551,7 +543,6 @@ def test_a_job_that_is_being_deleted_on_a_host_that_is_not_heard_of_is_deleted_b
 def test_a_job_that_is_being_deleted_was_cancelled_from_outside(commands: Commands) -> None:
     commands.answer("qstat", f"sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml")
     found = Sge().explain(Handle("sge", "1", {"slots": 6}), "h2")
-    assert found is not None
     assert found.code == 143
 
 
@@ -562,7 +553,6 @@ def test_the_time_limit_is_known_without_accounting(commands: Commands) -> None:
     assert engine.explain(handle, "h2") is None
     engine.look(handle)
     found = engine.explain(handle, "h2")
-    assert found is not None
     assert (found.code, found.text) == (124, "Grid Engine: the time limit of 4 s was reached; raise --time")
 
 

@@ -245,7 +245,6 @@ def test_nodes_that_are_alike_are_told_as_a_list() -> None:
 )
 def test_why_slurm_ended_a_job(name: str, code: int, text: str) -> None:
     found = answers.explanation(jobs(name), told(name + ".sacct"))
-    assert found is not None
     assert (found.code, found.text[: len(text)]) == (code, text)
     alone = answers.explanation(jobs(name))
     assert alone is not None, "without accounting"
@@ -268,7 +267,6 @@ def test_a_node_that_was_seen_down_is_named_as_the_one_that_failed(
         running = QueueStatus(RUNNING, "", (Grant("h2", "h2"),))
         engine._without_lost_nodes(running, is_ending=False)
     found = engine.explain(handle, "h1")
-    assert found is not None
     assert (found.code, found.lost) == (7, "h2")
     assert found.text.startswith("Slurm: a node failed (NODE_FAIL): h2 is down")
 
@@ -340,7 +338,6 @@ def test_what_srun_says_of_agents_is_told_by_node() -> None:
     said = answers.told_by_srun(log)
     assert (said["h2"], said["1"], said["h4"]) == ("Killed", "Killed", "Exited with exit code 6")
     found = answers.explained_by_srun(said["h1"])
-    assert found is not None
     assert found.code == 137
     assert answers.explained_by_srun(said["h3"]) is None
 

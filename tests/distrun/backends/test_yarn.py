@@ -246,7 +246,6 @@ def test_a_container_that_ended_by_itself_is_not_explained() -> None:
 @pytest.mark.parametrize(("code", "word"), [(-100, "lost"), (-102, "preempted")])
 def test_a_lost_or_preempted_container_is_a_lost_host(code: int, word: str) -> None:
     found = yarn_answers.explained(Exit(code, ""), container())
-    assert found is not None
     assert found.code == 7
     assert word in found.text
 
@@ -259,7 +258,6 @@ def test_the_last_words_of_the_bootstrap_are_told() -> None:
 @pytest.mark.parametrize(("name", "code"), [("killed-app", 143), ("life-app", 124)])
 def test_why_an_application_was_killed_is_explained(name: str, code: int) -> None:
     found = yarn_answers.explained_application(recorded(name)["app"])
-    assert found is not None
     assert found.code == code
 
 
@@ -476,7 +474,6 @@ def test_a_lost_node_that_ran_the_application_master_is_named_whichever_place_is
         assert found == Explanation(7, "YARN: the node h4 is lost, which ran the job's application master")
     rm.attempts[0]["nodeHttpAddress"] = "h3:8042"  # its process has failed there
     found = engine.explain(handle, "")
-    assert found is not None
     assert "application master" in found.text
     assert "is lost" not in found.text
 

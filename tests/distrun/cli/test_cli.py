@@ -27,11 +27,6 @@ UPDATE = os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1"
 """Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/cli/test_cli.py"""
 
 
-@pytest.fixture
-def distrun(tmp_path: Path) -> Distrun:
-    return Distrun(tmp_path)
-
-
 def error(result: subprocess.CompletedProcess[bytes], code: int = 2) -> str:
     text = result.stderr.decode()
     assert result.returncode == code, text
@@ -166,7 +161,6 @@ def numeric_options() -> list[tuple[str, str]]:
     found = []
     for name in cli.cli.list_commands(group):
         command = cli.cli.get_command(group, name)
-        assert command is not None
         for option in command.params:
             is_number = option.type.name in ("integer", "float", "integer range", "float range")
             assert not is_number or getattr(option, "count", False), "cli/values.py makes options for numbers"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,11 +94,6 @@ LINES = {
 }
 
 
-@pytest.fixture
-def distrun(tmp_path: Path) -> Distrun:
-    return Distrun(tmp_path)
-
-
 def words(shown: str) -> list[str]:
     """Return the arguments of the old launcher."""
     found = shlex.split(shown.replace("\\\n", " "))
@@ -110,8 +104,7 @@ def words(shown: str) -> list[str]:
 def plan(distrun: Distrun, *arguments: str, **env: str) -> dict[str, Any]:
     result = distrun.run("launch", "--dry-run", "--json", *arguments, env=env)
     assert result.returncode == 0, result.stderr.decode()
-    value: dict[str, Any] = json.loads(result.stdout)
-    return value
+    return json.loads(result.stdout)
 
 
 def tasks(plan: dict[str, Any], role: str) -> list[dict[str, Any]]:

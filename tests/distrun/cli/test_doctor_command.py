@@ -7,13 +7,12 @@ import pty
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 import wheels
-from distrun_cli import Distrun, leaving_nothing
+from distrun_cli import Distrun
 
 from distrun.cli.common import typed
 from distrun.cli.doctor import doctor
@@ -69,12 +68,6 @@ TYPED: dict[str, object] = {
 )
 def test_what_is_typed_next_reaches_hosts_in_the_same_way(changes: dict[str, object], words: list[str]) -> None:
     assert typed({**TYPED, **changes}, parse("h1\nh2\n", "hosts")) == words
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    with leaving_nothing(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

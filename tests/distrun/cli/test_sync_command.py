@@ -17,11 +17,6 @@ from distrun.sync.rules import DEFAULT_EXCLUDES
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def distrun(tmp_path: Path) -> Distrun:
-    return Distrun(tmp_path)
-
-
 def test_a_dry_run_says_how_much_and_where_to(distrun: Distrun) -> None:
     write(distrun.work, **{"a.py": "123", ".git/x": "no"})
     (distrun.home / "hosts").write_text("d1\nd2 slots=4\n")

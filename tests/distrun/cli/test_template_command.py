@@ -1,16 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from distrun_cli import Distrun
 
 from distrun import __version__, templates
-
-
-@pytest.fixture
-def distrun(tmp_path: Path) -> Distrun:
-    return Distrun(tmp_path)
 
 
 def test_list_has_each_template_with_its_tool_and_what_it_makes(distrun: Distrun) -> None:

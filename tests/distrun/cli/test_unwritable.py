@@ -17,11 +17,6 @@ SAID = b"distrun: error: stdout cannot be written: No space left on device\n"
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 
 
-@pytest.fixture
-def distrun(tmp_path: Path) -> Distrun:
-    return Distrun(tmp_path)
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -90,7 +90,6 @@ def test_who_waits_for_a_host_that_could_not_make_it_says_so(tmp_path: Path, pla
     child = subprocess.Popen(
         argv(place, *examine.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert child.stderr is not None
     assert child.stderr.readline() == b"waiting for h9, which has the same folder and makes it there\n"
     mark.unlink()
     out = child.communicate(timeout=LIMIT_S)[0]

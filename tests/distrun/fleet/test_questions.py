@@ -184,8 +184,6 @@ __main__.main()
 
 def test_an_agent_whose_reader_was_stopped_during_a_stream_is_there_after_the_stream(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", IMPATIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
     channel = StreamChannel("a", os.dup(child.stdout.fileno()), os.dup(child.stdin.fileno()))
     child.stdin.close()
     child.stdout.close()

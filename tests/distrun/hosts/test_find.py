@@ -109,25 +109,21 @@ def test_grid_engines_file_is_known_by_its_variable(folder: Path) -> None:
     (folder / "pe").write_text("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n")
     env = {"PE_HOSTFILE": str(folder / "pe")}
     for found in (parse.find(None, None, env), parse.find(str(folder / "pe"), None, env)):
-        assert found is not None
         assert found.specs == (HostSpec("n1", slots=4), HostSpec("n2", slots=2))
 
 
 def test_slurms_node_list_has_its_tasks_as_slots() -> None:
     env = {"SLURM_JOB_NODELIST": "n[01-03],x1", "SLURM_TASKS_PER_NODE": "2(x3),1"}
     found = parse.find(None, None, env)
-    assert found is not None
     assert found.source == "$SLURM_JOB_NODELIST"
     assert found.specs == (*(HostSpec("n0%d" % index, slots=2) for index in (1, 2, 3)), HostSpec("x1", slots=1))
     plain = parse.find(None, None, {"SLURM_JOB_NODELIST": "x[1-2]"})
-    assert plain is not None
     assert plain.specs == (HostSpec("x1"), HostSpec("x2"))
 
 
 @pytest.mark.parametrize("tasks", ["2(x3)", "two", "0(x2)", "2(x99999999)", "2(x2),"])
 def test_slurms_tasks_that_do_not_fit_are_told_and_ignored(tasks: str) -> None:
     found = parse.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": tasks})
-    assert found is not None
     assert found.specs == (HostSpec("n1"), HostSpec("n2"))
     (warning,) = found.warnings
     assert warning.startswith("$SLURM_TASKS_PER_NODE:1:1: W121: ")

@@ -159,7 +159,6 @@ def test_nothing_of_a_folder_that_cannot_be_made_is_a_riddle(bench: Bench) -> No
     (bench.hosts.home("d1") / "file").write_text("")
     results = bench.copy("d1", dst="file/below")
     problem = error(results)
-    assert problem is not None
     assert problem.exit_code == 4
     assert "cannot make file/below: %s: Not a directory" % (bench.hosts.home("d1") / "file") in str(problem)
     assert "rsync" not in str(problem), "what it says of a folder that was refused only misleads"
