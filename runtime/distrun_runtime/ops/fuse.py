@@ -193,7 +193,7 @@ class Fused:
         loaded: Dict[str, Symbol] = {}
         for each in self.states:
             loaded[each.name] = self._loaded(trace, STATE % each.name, kind_of(each.dtype))
-        before = {name: symbol.value() for name, symbol in loaded.items()}
+        before = {name: symbol.node for name, symbol in loaded.items()}
         state.update(cast(State, loaded))
         work = loaded["master"] if self._has_master else weight
         gradient = self._loaded(trace, PART % 0, self._kinds[0])
@@ -236,8 +236,8 @@ class Fused:
             if not isinstance(symbol, Symbol) or symbol.dtype != each.dtype:
                 raise Untraceable(f"it puts something else in place of the state array {each.name!r}")
             if symbol.node != before[each.name]:
-                result.append((STATE % each.name, symbol.value()))
-        return (*result, (WEIGHT, work.value()))
+                result.append((STATE % each.name, symbol.node))
+        return (*result, (WEIGHT, work.node))
 
     def _started(self) -> tuple[StateArray, ...]:
         trace = RuleTrace()
@@ -249,8 +249,8 @@ class Fused:
             for name, symbol in begun.items():
                 if not isinstance(symbol, Symbol):
                     raise Untraceable(f"its state has {name!r}, which is no array")
-                is_zero = trace.nodes[symbol.value()][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
-                if not is_zero and symbol.value() != node:
+                is_zero = trace.nodes[symbol.node][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
+                if not is_zero and symbol.node != node:
                     raise Untraceable(f"its state array {name!r} starts neither as zeros nor as the weight")
                 result.append(StateArray(name, symbol.dtype, not is_zero))
         except Untraceable as err:
@@ -288,26 +288,18 @@ def together(name: str, fused: Sequence[Fused]) -> Program:
 # Writing C
 
 _WRITTEN = {
-    **{"widen": "widen({0})", "positive": "{0}", "where": "{0} ? {1} : {2}"},
-    **{"divide": "{0} / {1}", "reciprocal": "({kind})1 / {0}", "square": "{0} * {0}", "negative": "negative({0})"},
-    **{"sqrt": "root({0})", "absolute": "magnitude({0})", "sign": "sign({0})", "clip": "clip({0}, {1}, {2})"},
-    **{"maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})"},
-    "copysign": "is_negative({1}) ? negative(magnitude({0})) : magnitude({0})",
+    **{"widen": "widen({0})", "cast": "({kind}){0}", "where": "{0} ? {1} : {2}", "clip": "clip({0}, {1}, {2})"},
+    **{"divide": "{0} / {1}", "negative": "negative({0})", "sqrt": "root({0})", "absolute": "magnitude({0})"},
+    **{"sign": "sign({0})", "maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})"},
     **{"less": "{0} < {1}", "less_equal": "{0} <= {1}", "greater": "{0} > {1}", "greater_equal": "{0} >= {1}"},
     **{"equal": "{0} == {1}", "not_equal": "{0} != {1}"},
-    **{"isnan": "is_nan({0})", "isfinite": "is_finite({0})", "isinf": "!is_nan({0}) && !is_finite({0})"},
-    **{"logical_and": "{0} && {1}", "logical_or": "{0} || {1}", "logical_xor": "{0} != {1}", "logical_not": "!{0}"},
-    "cast": "({kind}){0}",
 }
 _OF_FLOATS = {"add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}"}
 _OF_INTEGERS = {  # unsigned: there they wrap around
     **{"add": "({kind})((u64){0} + (u64){1})", "subtract": "({kind})((u64){0} - (u64){1})"},
-    **{"multiply": "({kind})((u64){0} * (u64){1})", "square": "({kind})((u64){0} * (u64){0})"},
-    "negative": "({kind})(0 - (u64){0})",
+    **{"multiply": "({kind})((u64){0} * (u64){1})", "negative": "({kind})(0 - (u64){0})"},
 }
 _HELPERS = """\
-HELPER bool is_negative(f32 x) { return bits_of(x) >> 31 != 0; }
-HELPER bool is_negative(f64 x) { return bits_of(x) >> 63 != 0; }
 /* Elements before the first one at a multiple of 16 bytes, at most n. */
 template <typename T> HELPER i64 before_aligned(const T *array, i64 n)
 {
