@@ -183,7 +183,6 @@ class ListLaunch:
     Arguments:
         columns: flat arrays, all of a tensor of one size, all of a column of one dtype.
         sizes: elements of each tensor.
-        alone: the kernel for one tensor, which needs no table: its parameters are the arrays, then scalars.
     """
 
     def __init__(
@@ -193,33 +192,23 @@ class ListLaunch:
         kernel: str,
         columns: Sequence[TensorColumn],
         sizes: Sequence[int],
-        *,
-        alone: str = "",
     ) -> None:
         self._device = device
-        self._loaded = device.load(program)
+        self._loaded, self._kernel = device.load(program), kernel
         self._size = sum(sizes)
         self._reads, self._writes = (
             tuple(dict.fromkeys(itertools.chain(*(each.uses for each in columns if (each.use is Read) is is_read))))
             for is_read in (True, False)
         )
-        self._before: list[Argument]
-        if alone and len(sizes) == 1:
-            self._kernel, self._after = alone, list[Argument]()
-            pointers = [Pointer(each.addresses[0], device.physical, each.nbytes[0]) for each in columns]
-            self._before = [each.use(at, at.nbytes) for each, at in zip(columns, pointers, strict=True)]
-        else:
-            # A plan keeps its own.
-            listed = self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
-            self._kernel, self._after = kernel, [listed.tensors]
-            self._before = [listed.table, listed.offsets]
-            self._reads += (listed.memory.memory.uses,)
+        # A plan keeps its own.
+        self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
+        self._reads += (self._listed.memory.memory.uses,)
 
     def run(self, scalars: Sequence[np.generic]) -> None:
         """Launch the kernel."""
         device = self._device
         if self._size:
-            arguments = [*self._before, *scalars, *self._after]
+            arguments = [self._listed.table, self._listed.offsets, *scalars, self._listed.tensors]
             with device._order.using(device.work, self._reads, self._writes):
                 device._cuda.launch(self._loaded, self._kernel, arguments, self._size, device.work.stream)
 

@@ -332,16 +332,14 @@ def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
 def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:
     """Return what launches the kernel of a step for weights that take it, with its scalars."""
     from distrun_runtime.arrays.gpu import ListLaunch, TensorColumn
-    from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
     device, sizes = some[0].device, [size for alike in some for size in alike.sizes]
     columns = [
         TensorColumn.joined(USES[each.access], [one for alike in some for one in alike.arrays[each.name]])
-        for each in made.kernel.parameters
-        if each.access is not Access.SCALAR
+        for each in made.arrays
     ]
-    return ListLaunch(device, made.program, made.listed.name, columns, sizes, alone=made.kernel.name).run
+    return ListLaunch(device, made.program, made.kernel.name, columns, sizes).run
 
 
 def _chunks(
