@@ -52,7 +52,7 @@ from distrun_runtime import kvstore
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
 from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers
@@ -684,6 +684,7 @@ class Stepping:
         for each in self._fused.states:
             made = card.random(n, F32, 1) if each.is_weight else card.device.zeros((n,), each.dtype)
             self._arrays[fuse.STATE % each.name] = made
+        self._launch: ListLaunch | None = None
         self.moved = 0
         """Bytes that a step reads and writes."""
         self.step(0)
@@ -691,13 +692,12 @@ class Stepping:
     def step(self, _: int) -> None:
         """Make one step."""
         step = self._fused.step(self._rule.rates(self._updates, optimizers.PLAIN))
-        used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
-        written = [self._arrays[each.name] for each in used if each.access is not Access.READ]
-        read = [self._arrays[each.name] for each in used if each.access is not Access.WRITE]
-        self.moved = sum(each.nbytes for each in (*written, *read))
-        arrays = [(fuse.USES[each.access], self._arrays[each.name]) for each in used]
-        arguments: list[Argument] = [*(use(each.pointer, each.nbytes) for use, each in arrays), *step.scalars]
-        self._device.launch(step.program, step.kernel.name, arguments, self.weight.size, reads=read, writes=written)
+        if self._launch is None:
+            both = [self._arrays[each.name].nbytes * (1 + (each.access is Access.UPDATE)) for each in step.arrays]
+            self.moved = sum(both)
+            columns = [TensorColumn.of(fuse.USES[each.access], [self._arrays[each.name]]) for each in step.arrays]
+            self._launch = ListLaunch(self._device, step.program, step.kernel.name, columns, [self.weight.size])
+        self._launch.run(step.scalars)
 
 
 def stepping_torch(card: Card, beside: Beside, ours: Stepping) -> Contestant:

@@ -238,9 +238,8 @@ class _SameStep:
     device: GpuDevice
     fused: Fused
     knobs: Knobs
-    updates: int
-    """Of each of them so far."""
     states: List[State]
+    """The first one counts the updates of all, until `GpuSteps.count`."""
     sizes: List[int]
     arrays: Dict[str, List[TensorColumn]]
     """For each array of the kernel one column a weight; what the kernel does with them is not said."""
@@ -285,7 +284,7 @@ class GpuSteps:
             alike = self._alike.get(key)
             if alike is None:
                 fused = _fused(rule, weight.dtype, parts)
-                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, updates, [], [], {})
+                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, [], [], {})
             alike.states.append(state)
             alike.sizes.append(weight.size)
             columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
@@ -297,7 +296,7 @@ class GpuSteps:
         """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
         made: Dict[Tuple[object, ...], Tuple[FusedStep, List[_SameStep]]] = {}
         for alike in self._alike.values():
-            step = alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs))
+            step = alike.fused.step(self._rule.rates({"updates": alike.states[0]["updates"]}, alike.knobs))
             numbers = [scalar.tobytes() for scalar in step.scalars] if len(self._alike) > 1 else ()
             made.setdefault((alike.device, step.kernel.name, *numbers), (step, []))[1].append(alike)
         for step, some in made.values():
@@ -305,19 +304,21 @@ class GpuSteps:
             if key not in self._launches:
                 self._launches[key] = _launch_of(step, some)
             self._launches[key](step.scalars)
-            for alike in some:
-                alike.updates += 1
+            self._skip(some, 1)
 
     def skip(self, updates: int) -> None:
         """Take so many updates of each weight for made: something else has made them."""
-        for alike in self._alike.values():
-            alike.updates += updates
+        self._skip(self._alike.values(), updates)
+
+    def _skip(self, some: Iterable[_SameStep], updates: int) -> None:
+        for alike in some:
+            alike.states[0]["updates"] = cast(int, alike.states[0]["updates"]) + updates
 
     def count(self) -> None:
         """Say in the states how many updates the weights have had."""
         for alike in self._alike.values():
             for state in alike.states:
-                state["updates"] = alike.updates
+                state["updates"] = alike.states[0]["updates"]
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
@@ -331,16 +332,14 @@ def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
 def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:
     """Return what launches the kernel of a step for weights that take it, with its scalars."""
     from distrun_runtime.arrays.gpu import ListLaunch, TensorColumn
-    from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
     device, sizes = some[0].device, [size for alike in some for size in alike.sizes]
     columns = [
         TensorColumn.joined(USES[each.access], [one for alike in some for one in alike.arrays[each.name]])
-        for each in made.kernel.parameters
-        if each.access is not Access.SCALAR
+        for each in made.arrays
     ]
-    return ListLaunch(device, made.program, made.listed.name, columns, sizes, alone=made.kernel.name).run
+    return ListLaunch(device, made.program, made.kernel.name, columns, sizes).run
 
 
 def _chunks(

@@ -229,6 +229,8 @@ class Values:
         """What is known of messages that come again (`ps.steady`), and their `ShardSet`s."""
         self.plan_bytes = 0
         """About how much memory that takes."""
+        self.step_plans: dict[int, Any] = {}
+        """By id of the runs: the rule's steps over shards that are updated together again and again (`arithmetic`)."""
         self.rounds: dict[int, Round] = {}
         self.spare_sums: dict[int, list[Arena]] = {}
         """Arenas of sums that are not used at the moment: memory that was written once stays."""
@@ -280,6 +282,7 @@ class Values:
         self.store.device = device.name
         self.plans.clear()
         self.plan_bytes = 0
+        self.step_plans.clear()
 
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas in use: of values, states, and sums of open rounds."""
@@ -636,6 +639,7 @@ class Values:
         """Put what was staged in its place."""
         staged, self.staged = self.staged, []
         self.rounds.clear()
+        self.step_plans.clear()
         for shard, read in enumerate(staged):
             if read is None:
                 continue
@@ -654,6 +658,7 @@ class Values:
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         self._refuse(self.device, rule, np.arange(self.store.count))
+        self.step_plans.clear()
         if rule is not None and self.rule is not None and self.keeps_state(rule):
             self.rule, self.spec, self.knobs = rule, spec, {}
             return

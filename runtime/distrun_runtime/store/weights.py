@@ -19,7 +19,7 @@ from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import PLAIN, RuleSpec
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.reduce import scaled
 from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
@@ -28,7 +28,7 @@ from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.values import Values
 from distrun_runtime.store.base import Selection, Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
-from distrun_runtime.store.reducer import end_to_end, is_gpu_array
+from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
@@ -43,8 +43,8 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS, CALLED_KEYS, PLANS = 4096, 1 << 16, 64
-"""What was found out is kept for so many calls, of so many keys in all, and for so many layouts of the sums of each."""
+CALLS, CALLED_KEYS = 4096, 1 << 16
+"""What was found out is kept for so many calls, of so many keys in all."""
 
 
 class Stored(NamedTuple):
@@ -55,11 +55,6 @@ class Stored(NamedTuple):
     shard: int
     array: DeviceArray
     """Its elements, in the user's shape."""
-
-
-_PlannedStep = tuple[int, int, int, Array, WeightStep]
-"""A step by a part of an array that has sums: its number, first and last element, the shards, and what steps. This is
-without the part, and of a store without a rule only the weight."""
 
 
 class _Together:
@@ -75,59 +70,23 @@ class _Together:
         self.values = values = stored[at[0]].values
         self.at, self._code = at, code
         self._arrays = [stored[each].array for each in at]
-        self._shards = shards = np.array([stored[each].shard for each in at])
-        self._joins, self._sizes = _joins(values.store.length[shards])
-        self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
-        """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
+        self._shards = np.array([stored[each].shard for each in at])
+        self._joins, self._sizes = _joins(values.store.length[self._shards])
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        if not self.values.device.is_gpu and self.values.rule is None:
+        values = self.values
+        if values.device.is_gpu:
+            for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
+                shards = self._shards if last - first == len(sums) else self._shards[first:last]
+                flat = [each.reshape(-1) for each in some]
+                arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
+        elif values.rule is None:
             for array, total in zip(self._arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
-            return
-        if not self.values.device.is_gpu:
-            self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
-            return
-        for first, last, some in _on_gpu(cast("GpuDevice", self.values.device), sums, scale):
-            found = end_to_end(some)
-            self._update(first, last, tuple(map(len, found)), found)
-
-    def _update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
-        """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
-        values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
-        shards = self._shards[first:last]
-        # Kept again when all steps are made: one that was interrupted has other counts than the shards.
-        planned, counts = self._steps.pop((first, last, sizes), ([], b""))
-        if values.steps[shards].tobytes() != counts:
-            if len(self._steps) >= PLANS:
-                self._steps.clear()
-            planned = self._planned(shards, sizes)
-        steps: list[tuple[Array, WeightStep]] = []
-        for number, begin, end, here, (weight, _, state, knobs) in planned:
-            while at < number:
-                at, given = at + 1, next(there)
-            if values.rule is None:
-                values.device.sum([given[begin:end]], weight)
-                continue
-            steps.append((here, WeightStep(weight, (given[begin:end],), state, knobs)))
-            if values.is_on_host:  # while they are in the processor's cache
-                arithmetic.step_all(values, steps)
-                steps = []
-        arithmetic.step_all(values, steps)
-        self._steps[first, last, sizes] = planned, values.steps[shards].tobytes()
-
-    def _planned(self, shards: Array, sizes: tuple[int, ...]) -> list[_PlannedStep]:
-        values, planned = self.values, list[_PlannedStep]()
-        for run, (number, begin, _) in zip(*arithmetic.laid_out(values, shards, sizes), strict=True):
-            here, weight = shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
-            steps: Iterable[tuple[Array, WeightStep]] = [(here, WeightStep(weight, (), {}, PLAIN))]
-            if values.rule is not None:
-                steps = arithmetic.steps_of(values, self._code, here, run, weight=weight, parts=())
-            for some, step in steps:
-                planned.append((number, begin, begin + len(step.weight), some, step))
-                begin += len(step.weight)
-        return planned
+        else:
+            arrays = (_joined(sums[first:last], scale) for first, last in self._joins)
+            arithmetic.update_by(values, self._code, self._shards, self._sizes, arrays)
 
 
 class Weights:
@@ -485,21 +444,18 @@ class PlannedUpdate:
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
-    ends = np.cumsum(sizes)
-    is_long, chunk = sizes >= JOINED_ELEMENTS, (ends - sizes) // CHUNK
+    is_long, chunk = sizes >= JOINED_ELEMENTS, (np.cumsum(sizes) - sizes) // CHUNK
     first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
-    joins = list(zip(first, [*first[1:], len(sizes)], strict=True))
-    return joins, tuple(np.add.reduceat(sizes, first).tolist())
+    return list(zip(first, [*first[1:], len(sizes)], strict=True)), tuple(np.add.reduceat(sizes, first).tolist())
 
 
-def _joined(sums: Sequence[Array], joins: Sequence[tuple[int, int]], scale: float) -> Iterator[Array]:
-    """Yield sums in host memory, flat, those of each run end to end; times a number, in their work dtype then."""
-    for first, last in joins:
-        flat = sums[first].reshape(-1)
-        if last > first + 1:
-            some = sums[first:last]
-            flat = np.concatenate(some if len({each.dtype for each in some}) == 1 else [*map(widen, some)], axis=None)
-        yield flat if scale == 1 else scaled(widen(flat), scale)
+def _joined(sums: Sequence[Array], scale: float) -> Array:
+    """Return sums in host memory, flat and end to end; times a number, in their work dtype then."""
+    flat = sums[0].reshape(-1)
+    if len(sums) > 1:
+        alike = len({each.dtype for each in sums}) == 1
+        flat = np.concatenate(sums if alike else [*map(widen, sums)], axis=None)
+    return flat if scale == 1 else scaled(widen(flat), scale)
 
 
 def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
