@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import DeviceArray, Run, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -443,6 +443,8 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     values.gather(shards)
+    size = sum(run.end - run.begin for run in found)
+    is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
     steps: list[tuple[Array, update.WeightStep]] = []
     sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     sides: list[tuple[Array, int]] = []
@@ -457,7 +459,7 @@ def _update(
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
         steps += steps_of(values, code, here, piece, weight=target, parts=addends)
-        if values.is_on_host:  # while they are in the processor's cache
+        if is_alone:  # while they are in the processor's cache
             step_all(values, steps)
             steps = []
     if sums:

@@ -658,7 +658,7 @@ def test_a_sum_that_cannot_be_made_fails_its_round_for_all_and_no_later_one(
         raise MemoryError("no memory for a sum")
 
     with monkeypatch.context() as patched:
-        patched.setattr(CpuDevice, "sum", full)
+        patched.setattr(CpuDevice, "sums", full)
         refused = rounds(4)
     assert said(refused) == ["w0 PUSHPULL!", "w1 PUSHPULL!"]
     assert all("key 'a': no memory for a sum" in str(each.body["reason"]) for each in refused)
