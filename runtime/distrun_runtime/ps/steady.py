@@ -227,7 +227,7 @@ class Steady:
         is_last = reached == of.all(number)
         waiting = server.pulls.alike(store, of.shards, number) if is_last else []
         is_split = not is_last and reached != before
-        how = {"is_last": is_last, "is_shared": is_shared(frames[2])}
+        how = {"is_last": is_last, "is_shared": is_shared(max(frames[2:], key=len))}
         if waiting is None or is_split or not self._engine.does_now(values, number, of, given, **how):
             store.last[row, index] = number - 1
             return None
