@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from bisect import bisect_right
@@ -24,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign
+from distrun_runtime.arrays.cores import SHARED, Threads
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.gpu_devices import Borrowing, Gpus
 
@@ -157,39 +155,10 @@ def move(places: Iterable[ArrayPlace], device: Device) -> None:
         each.put(new)
 
 
+_WORD_BYTES = 4
+"""Of an element: most are float32, or become it."""
 CHUNK = 1 << 15
 """Elements that are added up before the next: a chunk of the sum stays in the processor's cache."""
-
-
-class Threads:
-    """Who shares the work on large arrays: `count` threads, for arrays of at least `bound` elements.
-
-    The threads start with the first such array. Every element is calculated alike by each of them.
-    """
-
-    def __init__(self, count: int = 1, bound: int = 1000000) -> None:
-        self.count = count
-        self.bound = bound
-        self._pool: ThreadPoolExecutor | None = None
-        self._inside = threading.local()
-
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slices that make up range(size), in parallel if there are enough elements."""
-        if self.count < 2 or size < self.bound or getattr(self._inside, "is_one", False):
-            work(slice(0, size))
-            return
-        if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # with logging
-
-            self._pool = ThreadPoolExecutor(self.count, "distrun-reduce", self._begin)
-        ends = [size * part // self.count for part in range(self.count + 1)]
-        runs = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        # list: what a thread raised is raised here.
-        list(self._pool.map(work, runs))
-
-    def _begin(self) -> None:
-        # Work that is shared already is not shared again: all threads might wait for each other.
-        self._inside.is_one = True
 
 
 class CpuDevice:
@@ -199,7 +168,7 @@ class CpuDevice:
 
     def __init__(self, index: int = 0, threads: Threads | None = None, memory: Pool | None = None) -> None:
         self.name = f"cpu:{index}"
-        self._threads = threads or Threads()
+        self._threads = threads or SHARED
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -232,21 +201,35 @@ class CpuDevice:
 
     def sum(self, parts: Sequence[Array], out: Array) -> None:
         """Write the sum of flat arrays into `out`, added from first to last."""
-        if len(parts) == 1 and parts[0] is out:
-            return
-        if len(out) <= CHUNK:
-            _sum(parts, out)
-        else:
-            self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+        self.sums([(parts, out)])
 
     def sums(self, items: Iterable[tuple[Sequence[Array], Array]]) -> None:
-        """Write several sums."""
-        for parts, out in items:
-            self.sum(parts, out)
+        """Write several sums: several threads share all of them, if there are enough elements."""
+        every = [(parts, out) for parts, out in items if len(parts) > 1 or parts[0] is not out]
+        sizes = [len(out) for _, out in every]
+        if not self.shares(sum(sizes)):
+            for parts, out in every:
+                _sum(parts, out)
+            return
+
+        def work(number: int, run: slice) -> None:
+            parts, out = every[number]
+            _sum([part[run] for part in parts], out[run])
+
+        self.share(sizes, work)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), on several threads if there are enough elements."""
-        self._threads.split(size, work)
+        self.share([size], lambda _, run: work(run))
+
+    def share(self, sizes: Sequence[int], work: Callable[[int, slice], None]) -> None:
+        """Call `work` for items of these numbers of elements, as `Threads.share` does."""
+        self._threads.share(sizes, work)
+
+    def shares(self, elements: int) -> bool:
+        """Whether several threads share work on so many elements."""
+        nbytes = elements * _WORD_BYTES
+        return nbytes >= self._threads.bound and self._threads.shares(nbytes)
 
     def elements(self, frame: Buffer, dtype: DType) -> Array:
         """Return the elements of bytes: a read-only view of them."""
@@ -457,7 +440,7 @@ def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -
     A GPU is one device for the whole process. `gpu:0/0`, `gpu:0/1` are two devices on one GPU, for tests.
 
     Arguments:
-        threads: who shares a cpu device's work on large arrays; None: the caller's thread does all.
+        threads: who shares a cpu device's work on large arrays; None: those that copy.
         memory: where arrays of a cpu device are that are often sent to other processes; None: as all others.
 
     Raises:

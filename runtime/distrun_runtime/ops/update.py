@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
+from distrun_runtime.arrays.device import CpuDevice, Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
@@ -166,15 +166,7 @@ def step(
     if len(weight) <= CHUNK and len(parts) == 1:
         rule.step(weight, parts[0], state, knobs)
         return
-    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    begun = {name: value for name, value in state.items() if name not in arrays}
-
-    def step_over(run: slice) -> None:
-        """Step over a part of the weight, which another thread does not touch."""
-        own: State = {**begun, **{name: value[run] for name, value in arrays.items()}}
-        rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
-        state["updates"] = own["updates"]
-
+    step_over = _by_parts(rule, WeightStep(weight, parts, state, knobs), device)
     if device is None or len(weight) <= CHUNK:
         step_over(slice(0, len(weight)))
     else:
@@ -190,6 +182,20 @@ class WeightStep(NamedTuple):
     knobs: Knobs
 
 
+def _by_parts(rule: Rule, item: WeightStep, device: Device | None) -> Callable[[slice], None]:
+    """Return what makes the step over a part of the weight; threads may do so with parts that do not overlap."""
+    weight, parts, state, knobs = item
+    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    begun = {name: value for name, value in state.items() if name not in arrays}
+
+    def step_over(run: slice) -> None:
+        own: State = {**begun, **{name: value[run] for name, value in arrays.items()}}
+        rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
+        state["updates"] = own["updates"]
+
+    return step_over
+
+
 def step_all(rule: Rule, items: Sequence[WeightStep], *, device: Device | None = None) -> None:
     """Make the steps of several weights, all in host memory or all on GPUs, none of which overlap: as `step` does.
 
@@ -198,6 +204,12 @@ def step_all(rule: Rule, items: Sequence[WeightStep], *, device: Device | None =
     """
     if items and not is_on_host(items[0].weight):
         _steps_on_gpu(rule, items)
+        return
+    sizes = [len(each.weight) for each in items]
+    if isinstance(device, CpuDevice) and len(items) > 1 and device.shares(sum(sizes)):
+        _keep_memory()
+        over = [_by_parts(rule, each, device) for each in items]
+        device.share(sizes, lambda number, run: over[number](run))
         return
     for each in items:
         step(rule, *each, device=device)

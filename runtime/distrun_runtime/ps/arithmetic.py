@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import DeviceArray, Run, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -441,6 +441,8 @@ def _update(
     values.gather(shards)
     if values.rule is not None and _step_together(values, code, shards, found, parts):
         return
+    size = sum(run.end - run.begin for run in found)
+    is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
     steps: list[tuple[Array, update.WeightStep]] = []
     sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     sides: list[tuple[Array, int]] = []
@@ -455,7 +457,7 @@ def _update(
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
         steps += steps_of(values, code, here, piece, weight=target, parts=addends)
-        if values.is_on_host:  # while they are in the processor's cache
+        if is_alone:  # while they are in the processor's cache
             step_all(values, steps)
             steps = []
     if sums:
@@ -520,11 +522,18 @@ def _step_together(
                 begin = end
     if values.is_on_host:
         there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
-        for number, begin, end, some, (weight, _, state, knobs) in plan.steps:  # in the processor's cache, each
+        assert isinstance(values.device, CpuDevice)
+        is_alone = not values.device.shares(sum(run.end - run.begin for run in found))
+        steps: list[tuple[Array, update.WeightStep]] = []
+        for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
             while at < number:
                 at, given = at + 1, next(there)
             own = [part[begin:end] for part in given]
-            step_all(values, [(some, update.WeightStep(weight, own, state, knobs))])
+            steps.append((some, update.WeightStep(weight, own, state, knobs)))
+            if is_alone:  # while they are in the processor's cache
+                step_all(values, steps)
+                steps = []
+        step_all(values, steps)
     else:
         _step_on_gpu(values, plan, list(parts))
     plan.counts = values.steps[shards].tobytes()

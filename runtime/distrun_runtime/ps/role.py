@@ -86,8 +86,6 @@ class Config:
     """Memory of a GPU that a server takes at most; 0: it decides."""
     local_rank: int = 0
     """Index of this server among those of its host or place, as far as a launcher says it."""
-    server_threads: int = 1
-    """Threads that share work on long values (servers)."""
     worker_addresses: tuple[str, ...] = ()
     """Addresses of the hosts with workers (schedulers that a launcher started)."""
     paths: str = "segments"

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import SHARED, copy_all
 from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
@@ -312,10 +313,11 @@ class Portion:
             _copy_small(np.frombuffer(payloads[0], self.dtype).reshape(shape), outs[item])
             return
         given = _Elements(payloads, self.dtype)
+        large: list[tuple[Array, Array]] = []
         for part in self.parts:
             flat = given.take(part.size)
             if isinstance(part, _Slice):
-                copy(flat, outs[part.item].reshape(-1)[part.begin : part.end])
+                large.append((flat, outs[part.item].reshape(-1)[part.begin : part.end]))
                 continue
             for first, last, begin, shape in part.alike:
                 count = last - first
@@ -327,6 +329,16 @@ class Portion:
                 else:
                     for item, values in zip(part.items[first:last], block, strict=True):
                         outs[item][...] = values
+        _copy_large(large, self.size * self.dtype.itemsize)
+
+
+def _copy_large(pairs: Sequence[tuple[Array, Array]], nbytes: int) -> None:
+    """Copy arrays to others: those of a portion of so many bytes, which threads share if it is large."""
+    if nbytes >= SHARED.bound:
+        copy_all(pairs)
+        return
+    for source, target in pairs:
+        copy(source, target)
 
 
 def run_of(places: Array) -> slice | Array:
@@ -338,13 +350,15 @@ def run_of(places: Array) -> slice | Array:
 
 def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array, at: int) -> int:
     """Copy the elements of parts to a flat array, one after the other from a place on; return where they end."""
+    large: list[tuple[Array, Array]] = []
     for part in parts:
         there = target[at : at + part.size]
         if isinstance(part, _Small):
             _join(part, values, there)
         else:
-            copy(values[part.item].reshape(-1)[part.begin : part.end], there)
+            large.append((values[part.item].reshape(-1)[part.begin : part.end], there))
         at += part.size
+    _copy_large(large, target.nbytes)
     return at
 
 

@@ -286,8 +286,9 @@ class Steady:
         waiting = server.pulls.alike(store, of.shards, number) if is_last else []
         if waiting is None:
             return None
+        frame = frames[2] if len(frames) == 3 else max(frames[2:], key=len)
         progress.version = -1  # until all is done
-        if not self._engine.does_now(values, number, of, steps.given(frames), frame=frames[2], is_last=is_last):
+        if not self._engine.does_now(values, number, of, steps.given(frames), frame=frame, is_last=is_last):
             return None
         store.last[steps.place] = number
         self._counters.bytes_in += of.size

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import touch
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.shared_memory import (
     BLOCKS,
@@ -515,6 +516,7 @@ class Segments:
                 if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
                     raise NotShared("what it sent is no segment")
                 peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
                 BLOCKS.add(peer.mapped[came], is_readonly=True)
             except (OSError, ValueError) as err:
                 raise NotShared(f"a segment cannot be mapped: {err}") from err

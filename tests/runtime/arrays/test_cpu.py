@@ -7,7 +7,8 @@ import pytest
 from sums import total as total_of
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import CHUNK, CpuDevice, Threads
+from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.device import CHUNK, CpuDevice
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, widen
 
 
@@ -63,24 +64,17 @@ def test_threads_give_the_same_bits_as_one(dtype: str) -> None:
     size = 2 * CHUNK + 12345
     parts = [(random.normal(size=size) * 1000).astype(dtype) for _ in range(3)]
     alone = total(parts)
-    assert np.array_equal(total(parts, Threads(4, bound=size)), alone)
+    assert np.array_equal(total(parts, Threads(4, bound=4 * size)), alone)
     assert np.array_equal(total(parts, Threads(3, bound=1)), alone)
     assert np.array_equal(total([parts[0][:2]] * 2, Threads(5, bound=1)), total([parts[0][:2]] * 2))
 
 
-def test_only_arrays_as_large_as_the_bound_are_split() -> None:
-    runs: list[slice] = []
-    threads = Threads(2, bound=10)
-    threads.split(9, runs.append)
-    assert runs == [slice(0, 9)]
-    runs.clear()
-    threads.split(10, runs.append)
-    assert sorted(runs, key=lambda run: run.start) == [slice(0, 5), slice(5, 10)]
-
-
-def test_what_goes_wrong_in_a_thread_is_raised() -> None:
-    def fail(run: slice) -> None:
-        raise ZeroDivisionError(run.start)
-
-    with pytest.raises(ZeroDivisionError):
-        Threads(2, bound=1).split(4, fail)
+def test_several_sums_that_threads_share_have_the_bits_of_each_alone() -> None:
+    random = np.random.default_rng(4)
+    items = [([random.normal(size=size).astype(np.float32) for _ in range(3)], size) for size in (70_000, 0, 5, 9000)]
+    outs, alone = ([np.zeros(size, np.float32) for _, size in items] for _ in range(2))
+    pairs = [(parts, out) for (parts, _), out in zip(items, outs, strict=True)]
+    CpuDevice(0, Threads(3, bound=1)).sums([*pairs, ([outs[0]], outs[0])])
+    for (parts, _), out in zip(items, alone, strict=True):
+        CpuDevice().sum(parts, out)
+    assert [each.tobytes() for each in outs] == [each.tobytes() for each in alone]
