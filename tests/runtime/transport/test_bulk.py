@@ -376,11 +376,13 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_from_later_workers(
-    one: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fill the queue of connections that nobody has accepted, until the next worker comes."""
     monkeypatch.setattr(host_segments, "ACCEPT_S", 0.0)
     monkeypatch.setattr(host_paths, "LOOK_S", 0.0)
+    one = pair()
+    one.agree()
     acceptor = one.acceptor._segments
     knock = textwrap.dedent(
         """
