@@ -148,14 +148,15 @@ class BulkTransport:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
-        if link not in self._segments.peers or max(map(BYTES, map(VIEW, frames))) < self._large_bytes:
+        sizes = tuple(map(BYTES, map(VIEW, frames)))
+        if link not in self._segments.peers or max(sizes) < self._large_bytes:
             return self._inner.send(link, frames)
         table: list[bytes] = []
         rest = list(frames)
-        for number, frame in enumerate(frames):
-            if memoryview(frame).nbytes < self._large_bytes:
+        for number, size in enumerate(sizes):
+            if size < self._large_bytes:
                 continue
-            reference = self._segments.refer(link, frame)
+            reference = self._segments.refer(link, frames[number])
             if reference is not None:
                 table.append(_REFERENCE.pack(number, *reference))
                 rest[number] = b""
