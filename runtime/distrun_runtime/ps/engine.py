@@ -185,8 +185,7 @@ class WorkEngine:
             frame: the first that brings it.
             is_last: the round is complete with what is given.
         """
-        if self._out or self._returned:
-            self._give_back()
+        self._give_back()
         began, is_much = time.monotonic(), of.size >= self._much_bytes
         if is_much and is_shared(frame):
             is_much = of.size >= self._much_bytes * SHARED
