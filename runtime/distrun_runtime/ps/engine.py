@@ -104,7 +104,8 @@ class WorkEngine:
         """What replies carried that have left; the next work gives it back."""
         self._open = 0
         """How much work was handed to the thread whose result was not taken yet."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[tuple[role.EngineWork, int]] = deque()
         self._queued_bytes = 0
         self._results: deque[role.WorkDone] = deque()
@@ -184,8 +185,7 @@ class WorkEngine:
             frame: the first that brings it.
             is_last: the round is complete with what is given.
         """
-        if self._out or self._returned:
-            self._give_back()
+        self._give_back()
         began, is_much = time.monotonic(), of.size >= self._much_bytes
         if is_much and is_shared(frame):
             is_much = of.size >= self._much_bytes * SHARED
@@ -267,7 +267,7 @@ class WorkEngine:
 
     def sent(self, lent: Sequence[replies.ReplyValues], by: transport.Lease | None) -> None:
         """A reply was given to the transport; None: it was not sent."""
-        with self._changed:
+        with self._lock:
             if by is None or by.is_over:
                 self._returned.append(lent)
             else:
@@ -275,18 +275,18 @@ class WorkEngine:
 
     def released(self, by: transport.Lease) -> None:
         """A message has left the transport: the buffers of a reply, if it was one, may be written again."""
-        with self._changed:
+        with self._lock:
             lent = self._out.pop(by, None)
             if lent is not None:
                 self._returned.append(lent)
-        if not self._open:  # There may be no more work, and they keep the arrays of their store.
+        if lent is not None and not self._open:  # There may be no more work, and they keep the arrays of their store.
             self._give_back()
 
     def _give_back(self) -> None:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""
         if not self._out and not self._returned:
             return
-        with self._changed:
+        with self._lock:
             for by in list(self._out):
                 if by.is_over:
                     self._returned.append(self._out.pop(by))

@@ -51,7 +51,6 @@ _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize":
 """Of an entry all before the round."""
 _NUMBERS = itertools.count(1)
 """Of the sets of shards that are known in this process."""
-_NO_STEP = bytes(_HEAD - wire.STEP_AT)
 
 
 @dataclass(eq=False)
@@ -84,7 +83,7 @@ class _Steps:
         if self.bucket is not None:
             return self.first + int.from_bytes(head[_STEP], "little")
         number = int.from_bytes(head[_ROUND], "little")
-        is_same = head[_STEP] == _NO_STEP
+        is_same = head[_STEP] == bytes(4)
         if len(self.entries) > 1:
             self.entries["round"] = number
             is_same = is_same and head[_ROUND.stop :] == self.entries[1:].tobytes()
@@ -143,9 +142,9 @@ class _Waiting(Pull):
 
     def is_alike(self, shards: Array, number: int) -> bool:
         """See Pull."""
-        is_same = self.prepared[2] == number and (self.shards is shards or np.array_equal(self.shards, shards))
-        is_touched = "owed" in vars(self) and (self.passed or not self.owed.all())
-        return is_same and not is_touched
+        is_whole = "owed" not in vars(self) or (bool(self.owed.all()) and not self.passed)
+        is_same = self.shards is shards or np.array_equal(self.shards, shards)
+        return is_whole and is_same and self.prepared[2] == number
 
 
 class Steady:
@@ -171,8 +170,7 @@ class Steady:
         name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *sizes)
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
-            is_odd = (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS
-            if len(head) < _HEAD or is_odd:
+            if len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS:
                 return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)

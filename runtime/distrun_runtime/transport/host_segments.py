@@ -67,8 +67,6 @@ ACCEPT_S = 0.1
 _READS: dict[int, weakref.ref[Array]] = {}
 """Memory of others that this process refers to, each by the id of its reference, which tells when it no longer does.
 `weakref.finalize` takes several times as long."""
-_FOUND = 1024
-"""So many frames are remembered with where they are."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
 
@@ -86,7 +84,7 @@ class Reference(NamedTuple):
 
 
 _Found = tuple["weakref.ref[Buffer]", Segment, Reference]
-"""A frame, which keeps its memory while it is there, and where it is."""
+"""A frame, which keeps its memory, and where that is."""
 
 
 class _Board:
@@ -232,7 +230,7 @@ class Segments:
         self._given_back = 0
         """How many segments the pools had given back when peers were last told."""
         self._found: dict[int, _Found] = {}
-        """By the ids of frames, where they are."""
+        """By the ids of frames, as long as they are there."""
         self._leaving: list[_Peer] = []
         """Peers whose link has ended, and which may still read our memory."""
 
@@ -373,24 +371,19 @@ class Segments:
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
-        known = self._found.get(id(frame))
-        if known is None or known[0]() is not frame:
-            known = self._find(frame)
+        known = self._found.get(id(frame)) or self._find(frame)
         return None if known is None or not _has(self.peers[link], known[1]) else known[2]
 
     def _find(self, frame: Buffer) -> _Found | None:
         """Return where a frame is that is in one of the pools. One that is sent again and again is looked for once."""
         address, size = address_of(frame), memoryview(frame).nbytes
-        for pool in self._pools:
-            found = pool.find(address, size)
-            if found is not None:
-                if len(self._found) >= _FOUND:
-                    self._found.clear()
-                segment, offset = found
-                known = weakref.ref(frame), segment, Reference(segment.number, offset, size)
-                self._found[id(frame)] = known
-                return known
-        return None
+        found = next(filter(None, (pool.find(address, size) for pool in self._pools)), None)
+        if found is None:
+            return None
+        (segment, offset), number, places = found, id(frame), self._found
+        watch = weakref.ref(frame, lambda _: places.pop(number, None))
+        places[number] = watch, segment, Reference(segment.number, offset, size)
+        return places[number]
 
     def announce(self) -> dict[str, list[int]]:
         """Send the descriptors of segments that peers are to map before a message names them.

@@ -272,7 +272,8 @@ class ZmqTransport:
         # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
         if self._touched:
             self._touched = set(filter(_has_input, self._touched))
-        if self._is_woken or self._touched or any(leases[0].is_over for leases in self._in_use.values()):
+        is_released = self._in_use and any(leases[0].is_over for leases in self._in_use.values())
+        if self._is_woken or self._touched or is_released:
             return 0.0
         if self._inbound:
             timeout_s = min(timeout_s, self._next_probe - time.monotonic())
