@@ -145,8 +145,8 @@ class BulkTransport:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
-        sizes = [*map(BYTES, map(VIEW, frames))] if link in self._segments.peers else [0]
-        if max(sizes) < self._large_bytes:
+        sizes = tuple(map(BYTES, map(VIEW, frames)))
+        if link not in self._segments.peers or max(sizes) < self._large_bytes:
             return self._inner.send(link, frames)
         table: list[bytes] = []
         rest = list(frames)
