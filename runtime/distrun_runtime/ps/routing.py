@@ -236,7 +236,10 @@ class Portion:
                 _copy_parts(self.parts, values, self._copy, 0)
             else:
                 item, shape = self._only
-                _copy_small(values[item], self._copy.reshape(shape))
+                if self.size > RELEASED:
+                    copy(values[item], self._copy.reshape(shape))
+                else:
+                    self._copy.reshape(shape)[...] = values[item]
             return self._frames
         frames: list[Buffer] = []
         for part in self.parts:
@@ -310,7 +313,11 @@ class Portion:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
         if self._only is not None and len(payloads) == 1:
             item, shape = self._only
-            _copy_small(np.frombuffer(payloads[0], self.dtype).reshape(shape), outs[item])
+            value = np.frombuffer(payloads[0], self.dtype).reshape(shape)
+            if self.size > RELEASED:
+                copy(value, outs[item])
+            else:
+                outs[item][...] = value
             return
         given = _Elements(payloads, self.dtype)
         large: list[tuple[Array, Array]] = []
@@ -360,13 +367,6 @@ def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], targe
         at += part.size
     _copy_large(large, target.nbytes)
     return at
-
-
-def _copy_small(source: Array, target: Array) -> None:
-    if source.size > RELEASED:
-        copy(source, target)
-    else:
-        target[...] = source
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:

@@ -156,6 +156,7 @@ class NodeSession:
             told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
             self._loop.metrics = told.tick
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
+        self._thread_id = 0
         self.value_servers = [f"server-{rank}" for rank in range(config.servers)]
         """Names of the servers that keep values; their ranks come first."""
         self._last_stores: dict[str, int] = {}
@@ -326,7 +327,7 @@ class NodeSession:
             self.check()
         turn, is_measured = self._turn, self.stages.is_on or self.recorder.is_on or self._trace.has_messages
         me = threading.get_ident()
-        if turn is not None and not is_measured and me != self._thread.ident and not turn.is_wanted:
+        if turn is not None and not is_measured and me != self._thread_id and not turn.is_wanted:
             if turn.owner == me:
                 self._give_away_turn()
             if turn.owner:
@@ -433,11 +434,11 @@ class NodeSession:
             raise
 
     def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | Request:
-        """Wait for the answers and return them; something else came, or was to be done: hand over."""
+        """Wait for the answers and return them. If something else comes, or is to be done, hand over."""
         assert self._paths is not None
         assert self._direct is not None
-        links, left_s, until = exchange.links, ANSWER_S, 0.0
-        while left_s > 0 and self._direct.wait(left_s):
+        links, until = exchange.links, time.monotonic() + ANSWER_S
+        while self._direct.wait(max(until - time.monotonic(), 0.0)):
             came = self._paths.inbox(links[0])
             for link in links[1:]:
                 more = self._paths.inbox(link)
@@ -454,9 +455,6 @@ class NodeSession:
                 self._direct.give_back(links, drops=True)
                 self._exchange = None
                 return answers
-            now = time.monotonic()
-            until = until or now + left_s
-            left_s = until - now
         return self._hand_over(exchange)
 
     def _leave(self, exchange: CallUnderWay) -> None:
@@ -558,6 +556,7 @@ class NodeSession:
         return errors[0] if errors else None
 
     def _run(self) -> None:
+        self._thread_id = threading.get_ident()
         try:
             self._loop.run()
         except BaseException as err:

@@ -23,6 +23,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
@@ -274,6 +275,7 @@ class DistBackend(StoreBackend):
         group: Group | None = None,
     ) -> None:
         self._group = group
+        self._pid = own_pid()
         self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
@@ -490,7 +492,8 @@ class DistBackend(StoreBackend):
     def steady(
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
     ) -> Pending | None:
-        self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
+        if own_pid() != self._pid:
+            self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
         held = [self._lock]

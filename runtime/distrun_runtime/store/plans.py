@@ -56,6 +56,9 @@ class PlannedMessage:
         self.is_small = max(self.size_bytes, len(head)) < STAGED_BYTES
         self._bucket = portion.bucket
         self._has_answer = has_answer
+        self._sent: PlannedSend | None = None
+        """What was sent last, if it may be sent again; and its payload."""
+        self._payloads: Sequence[Buffer] = ()
         self.into: memoryview | None = None
         """Where a large answer is received, if it comes as bytes: memory that is there already."""
         self.head = bytearray(head)
@@ -63,7 +66,7 @@ class PlannedMessage:
 
     def renew(self) -> None:
         """Write no memory any more that may still be in use."""
-        self.into = None
+        self.into = self._sent = None
         self.head = bytearray(self.head)
         self._rounds = np.frombuffer(self.head, ENTRY, offset=HEAD_BYTES)["round"] if not self._bucket else None
 
@@ -83,7 +86,13 @@ class PlannedMessage:
         """Return the message to be sent; `is_staged`: its answer is in memory that is shared."""
         if self._has_answer and self.into is None and not (self.is_small or is_staged):
             self.into = memoryview(bytearray(self.size_bytes))
-        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into, self.is_small, self._has_answer)
+        last = self._sent
+        if last is None or payloads is not self._payloads or last.into is not self.into:
+            frames = [self.head, text, *payloads]
+            last = PlannedSend(self.portion.link, frames, self.into, self.is_small, self._has_answer)
+            # Of memory that is shared there is other memory each time.
+            self._sent, self._payloads = (last, payloads) if self.is_small else (None, ())
+        return last
 
     def is_answered(self, frames: Sequence[Buffer]) -> bool:
         """Whether an answer has the values and says nothing else."""

@@ -498,7 +498,12 @@ class Transfers:
         The call is this worker's next contribution, so it has to be sent.
         """
         kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
-        rounds = self._rounds[route.at] + (kind is not Kind.PULL)
+        rounds = self._rounds[route.at].copy()
+        if kind is not Kind.PULL:
+            if len(rounds) == 1:
+                rounds[0] += 1  # in a tenth of the time
+            else:
+                rounds += 1
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
         in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
@@ -538,7 +543,8 @@ class Transfers:
             return {}
         if not plan.take(answers, outs):
             return self._taking(made)([(out,) for out in outs], own, tuple(map(decode, answers)))
-        self._answered[at] = np.maximum(self._answered[at], made.rounds)
+        if self._link.node.has_arrays:  # else servers read none where it is
+            self._answered[at] = np.maximum(self._answered[at], made.rounds)
         return {}
 
     # Messages

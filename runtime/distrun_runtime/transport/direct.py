@@ -593,7 +593,9 @@ class DirectTransport:
         Return whether to go on: something has come, and no other thread wants the turn.
         """
         assert self._turn is not None
-        links, sends = self._taken, not self.has_sent(self._taken)
+        links, sends = self._taken, False
+        for link in links:
+            sends = sends or bool(self._open[link].out)
         # A signal handler may wait here, too, while this thread does, and no poller can do both.
         poller = None if sends else self._pollers.pop(links, None)
         if poller is None:
@@ -618,10 +620,7 @@ class DirectTransport:
 
     def has_sent(self, links: tuple[Link, ...]) -> bool:
         """Whether all was sent on links that were taken: nothing is queued."""
-        for link in links:  # noqa: SIM110  # a generator would take several times as long
-            if self._open[link].out:
-                return False
-        return True
+        return not any(self._open[link].out for link in links)
 
     def give_back(self, links: tuple[Link, ...], *, drops: bool = False) -> None:
         """Give back links that were taken, and what has come there and was not removed, unless that is dropped.

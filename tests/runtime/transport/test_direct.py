@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -605,6 +606,27 @@ def test_a_thread_with_the_turn_receives_on_the_links_that_it_has_taken(pair: Ca
     one.acceptor.send(one.link, [b"for all", b""])
     thread.join(DEADLINE_S)
     assert [frames_of(event) for event in polled if isinstance(event, Arrived)] == [[b"for all", b""]]
+
+
+def test_a_link_that_is_taken_again_and_again_changes_the_epoll_once_until_the_next_poll(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair()
+    one.agree()
+    turn, watched = one.opener.turn(), list[int]()
+    wait_for = one.opener._wait_for
+    monkeypatch.setattr(one.opener, "_wait_for", lambda fd, mask: (watched.append(mask), wait_for(fd, mask)))
+    for polls in range(2):
+        with turn.lock:
+            for _ in range(3):
+                one.opener.take(("server-0",))
+                one.acceptor.send(one.link, [b"mine", b""])
+                assert one.opener.wait(DEADLINE_S)
+                one.opener.give_back(("server-0",), drops=True)
+            assert watched == [0, select.EPOLLIN] * polls + [0]
+            one.acceptor.send(one.link, [b"for all", b""])
+            [arrived] = until(one.opener, has(Arrived))
+            assert frames_of(arrived) == [b"for all", b""]
 
 
 def test_what_was_not_removed_is_delivered_by_the_next_poll(pair: Callable[..., Pair]) -> None:
