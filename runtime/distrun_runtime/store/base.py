@@ -306,13 +306,17 @@ class StoreBackend(Protocol):
         """As `barrier`, and it may wait."""
         return self.barrier()
 
-    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
-        """Make a push, a pull or both of arrays as the script gave them, and return True, if there is a plan for it.
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
+        """Make a push, a pull or both of arrays as the script gave them, if there is a plan for it; None: there is not.
+
+        Returns what lets the program's streams that are then current wait for it; those that are now do.
 
         Arguments:
             given, outs: for each key an array or a list of arrays; nothing is known of them.
         """
-        return False
+        return None
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

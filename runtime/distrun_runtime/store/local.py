@@ -107,17 +107,20 @@ class LocalBackend(StoreBackend):
         update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
         return self._made("pushpull", keys, update, write)
 
-    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
         if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
-            return False
+            return None
         with self._lock:
             if self._plans is None:
                 from distrun_runtime.arrays.plans import Plans
 
                 self._plans = Plans(devices.gpus())
             try:
-                if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
-                    return False
+                made = self._plans.call(keys, given, outs, self._weights.planned, scale)
+                if made is None:
+                    return None
             except KVError as err:
                 from distrun_runtime.arrays.cuda import CudaError
 
@@ -129,7 +132,7 @@ class LocalBackend(StoreBackend):
             if outs is not None:
                 copies = len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
                 self._counters.bytes_out += copies * keys.size_bytes
-        return True
+        return made
 
     def _made(self, call: str, keys: Selection, *work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""

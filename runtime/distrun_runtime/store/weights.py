@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
+from distrun_runtime.arrays.dtypes import Array, DType, is_float, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -32,8 +33,8 @@ from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-    from distrun_runtime.arrays.plans import CallArrays
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn
+    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied to a GPU, before their keys are updated."""
@@ -116,6 +117,8 @@ class Weights:
         that was used longest ago first. Another object once arrays have moved, or have other states."""
         self._called_keys = 0
         """Of all these calls."""
+        self.buckets: WeakValueDictionary[tuple[Any, ...], GpuArray] = WeakValueDictionary()
+        """What the plans of calls share."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
@@ -260,13 +263,17 @@ class Weights:
     def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
         """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
         stored = [self.kept[key] for key in keys.keys]
-        if any(each.values.device is not call.device for each in stored):
+        if not all(each.values.device.is_gpu for each in stored):
             return None
-        if call.parts and self.rule is not None:
-            are_new = any(each.values.steps[each.shard] < 0 for each in stored)
-            if are_new or len(call.parts) > 2 or not can_fuse(self.rule):  # kernels that are compiled take two parts
-                return None
-        return PlannedUpdate(self, keys, call)
+        if call.is_scaled and not all(map(is_float, keys.dtypes)):
+            return None
+        are_new = any(each.values.steps[each.shard] < 0 for each in stored)
+        if call.parts and self.rule is not None and (are_new or not can_fuse(self.rule)):
+            return None
+        try:
+            return PlannedUpdate(self, keys, call)
+        except _NoPlan:
+            return None
 
     # What updates
 
@@ -369,77 +376,164 @@ class Weights:
         self.kept, self._values, self.calls, self.spec, self.rule = {}, {}, {}, None, None
 
 
-class PlannedUpdate:
-    """An update of values on a GPU, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
+class _NoPlan(Exception):
+    """A call is made as if it came only once."""
 
-    A result without a rule is written by the sum's own kernel, to the store and to the outs.
+
+_Work = list[Callable[[], object]]
+"""Launches and copies."""
+
+
+class PlannedUpdate:
+    """An update of values on GPUs, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
+
+    Each value is summed and updated where it is. What the call has on another GPU goes there and back by buckets: one
+    kernel and one copy for all keys. A result without a rule is written by the sum's own kernel, to the store and to
+    the outs.
     """
 
     def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
+        self._weights, self._layout, self._rule, self._call = weights, weights.calls, weights.rule, call
+        # Kernels that are compiled take two parts.
+        self._sums_first = call.is_scaled or (weights.rule is not None and len(call.parts) > 2)
+        self._scale = 1.0
+        self._buckets: dict[tuple[Any, ...], GpuArray] = {}
+        self._before: _Work = []
+        """What brings the sums to the values, or to where the rule reads them."""
+        self._steps: list[_PlannedSteps] = []
+        self._after: _Work = []
+        """What brings the values to the outs."""
+        homes: dict[Values, dict[DType, list[int]]] = {}
+        for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
+            homes.setdefault(weights.kept[key].values, {}).setdefault(dtype, []).append(number)
+        for values, groups in homes.items():
+            stored = {number: weights.kept[keys.keys[number]] for its in groups.values() for number in its}
+            given = [
+                self._planned(cast("GpuDevice", values.device), numbers, [stored[number] for number in numbers])
+                for numbers in groups.values()
+            ]
+            if call.parts and weights.rule is not None:
+                self._steps.append(_PlannedSteps(weights.rule, list(stored.values()), given, self._sums_first))
+        self._work = [*self._before, *(each.make for each in self._steps), *self._after]
+
+    def _planned(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> list[TensorColumn]:
+        """Plan what is done with keys of one dtype whose values are on one GPU; return what a rule reads."""
         from distrun_runtime.arrays.cuda import Read, Write
-        from distrun_runtime.arrays.gpu import TensorColumn, counts_of
+        from distrun_runtime.arrays.gpu import TensorColumn
 
-        self._weights, self._layout, self._rule = weights, weights.calls, weights.rule
-        stored = [weights.kept[key] for key in keys.keys]
-        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
-        self._states: list[Any] = []
-        """Of each value, if a rule makes a step."""
-        self._updates = self._values.steps[self._shards]
-        """Of each value, before the next step."""
-        self._sums: list[Callable[[], None]] = []
-        self._steps: GpuSteps | None = None
-        self._copies: list[Callable[[], None]] = []
-        if call.parts and weights.rule is not None:
-            self._states = [self._values.state_of(each.shard) for each in stored]
-            knobs = map(self._values.knobs_of, self._shards.tolist())
-            items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
-            self._steps = GpuSteps(weights.rule, items, call.parts)
+        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
+        own, kind, parts = [each.array for each in stored], dtype, list[TensorColumn]()
+        for at, column in enumerate(self._call.parts):
+            there, part = _device_of(column, numbers), column.arrays.some(numbers)
+            parts.append(
+                part if there is home else self._carried(self._before, part, there, home, sizes=sizes, what=(at, dtype))
+            )
+        if parts and self._sums_first:
+            kind = work_dtype(dtype)
+            bucket = self._bucket(home, sum(sizes), "sums", kind)
+            into = TensorColumn.within(Write, bucket, sizes)
+            self._before.append(_sum(home, parts, [into], sizes, dtype, kind))
+            if self._call.is_scaled:
+                self._before.append(lambda: home.scale(bucket, self._scale))
+            parts = [TensorColumn.within(Read, bucket, sizes)]
+        outs: dict[GpuDevice, list[TensorColumn]] = {}
+        for column in self._call.outs:
+            outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
+        if parts and self._rule is None:
+            at_once = outs.pop(home, []) if self._call.are_apart else []
+            self._before.append(_sum(home, parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
+        for there, columns in outs.items():
+            value = TensorColumn.of(Read, own)
+            if there is not home:
+                value = self._carried(self._after, value, home, there, sizes=sizes, what=("outs", dtype))
+            self._after.append(_sum(there, [value], columns, sizes, dtype))
+        return parts
 
-        def sums(parts: list[TensorColumn], outs: list[TensorColumn]) -> Callable[[], None]:
-            launch = call.device.sum_lists(parts, outs, sizes, dtype)
-            return partial(launch.run, counts_of(len(parts), len(outs)))
+    def _carried(
+        self, work: _Work, column: TensorColumn, *way: GpuDevice, sizes: list[int], what: tuple[object, DType]
+    ) -> TensorColumn:
+        """Return a column of one GPU on another, to which work brings it by one copy."""
+        from distrun_runtime.arrays.cuda import Read, Write
+        from distrun_runtime.arrays.gpu import TensorColumn
 
-        for dtype in dict.fromkeys(keys.dtypes):
-            numbers = [number for number, each in enumerate(keys.dtypes) if each == dtype]
-            sizes = [keys.records[number].size for number in numbers]
-            its = [stored[number].array for number in numbers]
-            parts, outs = ([each.some(numbers) for each in columns] for columns in (call.parts, call.outs))
-            if parts and self._steps is None:
-                at_once = outs if call.are_apart else []
-                self._sums.append(sums(parts, [TensorColumn.of(Write, its), *at_once]))
-                outs = outs[len(at_once) :]
-            if outs:
-                self._copies.append(sums([TensorColumn.of(Read, its)], outs))
+        there, here = (self._bucket(each, sum(sizes), *what) for each in way)
+        if there.nbytes > COPIED_BYTES:
+            raise _NoPlan
+        work.append(_sum(way[0], [column], [TensorColumn.within(Write, there, sizes)], sizes, what[1]))
+        work.append(partial(way[1].write, here, there))
+        return TensorColumn.within(Read, here, sizes)
+
+    def _bucket(self, device: GpuDevice, size: int, what: object, dtype: DType) -> GpuArray:
+        """Return a flat array that the plans of a store share: one call uses it at a time."""
+        name = (device, size, what, dtype)
+        made = self._buckets[name] = self._weights.buckets.get(name) or device.empty((size,), dtype)
+        self._weights.buckets[name] = made
+        return made
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
         if self._weights.calls is not self._layout or self._weights.rule is not self._rule:
             return False
-        if self._steps is not None:
-            ahead = self._values.steps[self._shards] - self._updates
-            if (ahead != ahead[0]).any():
-                return False
-            if ahead[0]:  # steps of other calls of the same keys
-                self._steps.skip(int(ahead[0]))
-                self._updates += ahead
+        return all(map(_PlannedSteps.is_valid, self._steps))
+
+    def run(self, scale: float) -> None:
+        """Launch all of it."""
+        self._scale = scale
+        for work in self._work:
+            work()
+
+
+def _sum(
+    device: GpuDevice, parts: list[TensorColumn], outs: list[TensorColumn], sizes: list[int], *dtypes: DType
+) -> Callable[[], object]:
+    from distrun_runtime.arrays.gpu import counts_of
+
+    return partial(device.sum_lists(parts, outs, sizes, *dtypes).run, counts_of(len(parts), len(outs)))
+
+
+def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
+    if len(devices := {column.devices[number] for number in numbers}) > 1:
+        raise _NoPlan
+    return devices.pop()
+
+
+class _PlannedSteps:
+    """The rule's steps of values on one GPU, by columns of parts: of some values first, then of the next ones."""
+
+    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[list[TensorColumn]], is_work: bool) -> None:
+        from distrun_runtime.arrays.cuda import Read
+        from distrun_runtime.arrays.gpu import TensorColumn
+
+        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
+        self._states: list[Any] = [self._values.state_of(each.shard) for each in stored]
+        self._updates = self._values.steps[self._shards]
+        """Of each value, before the next step."""
+        knobs = map(self._values.knobs_of, self._shards.tolist())
+        items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
+        columns = [TensorColumn.joined(Read, each) for each in zip(*given, strict=True)]
+        self._steps = GpuSteps(rule, items, columns, is_work=is_work)
+
+    def is_valid(self) -> bool:
+        """Tell whether all values have had equally many updates since the last step."""
+        ahead = self._values.steps[self._shards] - self._updates
+        if (ahead != ahead[0]).any():
+            return False
+        if ahead[0]:  # steps of other calls of the same keys
+            self._steps.skip(int(ahead[0]))
+            self._updates += ahead
         return True
 
-    def run(self) -> None:
-        """Launch all of it."""
-        for launch in self._sums:
-            launch()
-        if self._steps is not None:
-            try:
-                self._steps.make()
-                self._updates += 1
-            except BaseException:  # some may have been made
-                self._steps.count()
-                self._updates[:] = [state["updates"] for state in self._states]
-                raise
-            finally:
-                self._values.steps[self._shards] = self._updates
-        for launch in self._copies:
-            launch()
+    def make(self) -> None:
+        """Make a step of each."""
+        try:
+            self._steps.make()
+            self._updates += 1
+        except BaseException:  # some may have been made
+            self._steps.count()
+            self._updates[:] = [state["updates"] for state in self._states]
+            raise
+        finally:
+            self._values.steps[self._shards] = self._updates
 
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
