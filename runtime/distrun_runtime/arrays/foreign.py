@@ -147,12 +147,12 @@ def current_stream(library: str, device: int) -> int | None:
             is_capturing = module.cuda.is_current_stream_capturing()
         if is_capturing:
             raise KVError(_CAPTURING % "torch")
-        return _handle(module.cuda.current_stream(device).cuda_stream)
+        return module.cuda.current_stream(device).cuda_stream or LEGACY
     if library == "cupy" and module is not None:
         stream = module.cuda.get_current_stream(device)
         if stream.is_capturing():
             raise KVError(_CAPTURING % "cupy")
-        return _handle(stream.ptr)
+        return stream.ptr or LEGACY
     return None
 
 
@@ -441,10 +441,6 @@ def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> 
         is_immutable=is_jax,
         owner=(value, found.owner),
     )
-
-
-def _handle(pointer: int) -> int:
-    return pointer or LEGACY
 
 
 def _dtype(value: object, given: Any) -> DType:

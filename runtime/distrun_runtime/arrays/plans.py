@@ -150,19 +150,15 @@ class _GivenLayout(NamedTuple):
         arrays, library = given.arrays, given.library
         return (
             list(map(library.shape, arrays)) == self.shapes
-            and (
-                set(map(library.dtype, arrays)) == self.kinds
-                if len(self.kinds) == 1
-                else list(map(library.dtype, arrays)) == self.dtypes
-            )
-            and (
-                set(map(library.device, arrays)) == self.devices
-                if len(self.devices) == 1
-                else list(map(library.device, arrays)) == self.places
-            )
+            and _are(map(library.dtype, arrays), self.dtypes, self.kinds)
+            and _are(map(library.device, arrays), self.places, self.devices)
             and all(map(library.is_contiguous, arrays))
             and not (self.singles and any(library.is_negative(arrays[number]) for number in self.singles))
         )
+
+
+def _are(found: Iterable[Any], wanted: list[Any], kinds: set[Any]) -> bool:
+    return set(found) == kinds if len(kinds) == 1 else list(found) == wanted
 
 
 @dataclass(eq=False)

@@ -134,9 +134,7 @@ class Fused:
                 text = f"a gradient of {name_of(each)} for a weight of {name_of(dtype)}: expected its dtype"
                 raise Untraceable(text + ("" if work == dtype else f" or {name_of(work)}"))
         self.rule = rule
-        self.dtype = dtype
-        self.parts = tuple(parts)
-        self._kind, self._work = kind_of(dtype), kind_of(work)
+        self._kind = kind_of(dtype)
         self._kinds = tuple(kind_of(each) for each in parts)
         self._has_master = bool(rule.params.get("multi_precision")) and work != dtype
         self.states = self._started()
@@ -149,11 +147,6 @@ class Fused:
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
-
-    @property
-    def structures(self) -> int:
-        """Return how many kernels there are so far. More than before the first step: one was not to be expected."""
-        return len(self._codes)
 
     def step(self, rates: Rates) -> FusedStep:
         """Return what to launch for a step with these numbers.

@@ -122,10 +122,6 @@ class LocalBackend(StoreBackend):
                 if made is None:
                     return None
             except KVError as err:
-                from distrun_runtime.arrays.cuda import CudaError
-
-                if isinstance(err, CudaError):
-                    raise err.about(keys.named)
                 raise KVError(f"{keys.named}: {err}") from err
             if given is not None:
                 self._note_push(keys, keys.size_bytes)
@@ -165,10 +161,8 @@ class LocalBackend(StoreBackend):
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
-        nbytes = keys.size_bytes
-        if keys.has_rows:
-            nbytes = sum(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
-        self._note_push(keys, nbytes)
+        given: list[Any] = [each.values if isinstance(each, RowSparse) else each for each in values if keys.has_rows]
+        self._note_push(keys, sum(each.nbytes for each in given) if keys.has_rows else keys.size_bytes)
 
     def _note_push(self, keys: Selection, nbytes: int) -> None:
         self._counters.bytes_in += nbytes

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -44,8 +44,6 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS, CALLED_KEYS = 4096, 1 << 16
-"""What was found out is kept for so many calls, of so many keys in all."""
 
 
 class Stored(NamedTuple):
@@ -112,11 +110,9 @@ class Weights:
         self._host = host
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
-        self.calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together; the call
-        that was used longest ago first. Another object once arrays have moved, or have other states."""
-        self._called_keys = 0
-        """Of all these calls."""
+        self.calls: WeakKeyDictionary[Selection, tuple[list[int], list[_Together]]] = WeakKeyDictionary()
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together. Another
+        object once arrays have moved, or have other states."""
         self.buckets: WeakValueDictionary[tuple[Any, ...], GpuArray] = WeakValueDictionary()
         """What the plans of calls share."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
@@ -188,7 +184,7 @@ class Weights:
             there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self.calls = {}
+        self.calls = WeakKeyDictionary()
 
     def _to_host(self) -> None:
         self._move(self._new(self._host), [each.record for each in self.kept.values()])
@@ -203,7 +199,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        self.calls[keys] = alone, together = self.calls.pop(keys) if keys in self.calls else self._planned(keys)
+        alone, together = self.calls.get(keys) or self._planned(keys)
         for at in alone:
             self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
         for each in together:
@@ -231,7 +227,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
-        """Return what `calls` keeps of a call, and make room for it."""
+        """Return what `calls` keeps of a call."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -242,11 +238,7 @@ class Weights:
             else:
                 groups.setdefault((values.device, code), []).append(at)
         together = [_Together(code, its, every) for (_, code), its in groups.items()]
-        self._called_keys = len(keys.keys) + (self._called_keys if self.calls else 0)
-        while self.calls and (len(self.calls) >= CALLS or self._called_keys > CALLED_KEYS):
-            oldest = next(iter(self.calls))
-            self._called_keys -= len(oldest.keys)
-            del self.calls[oldest]
+        self.calls[keys] = alone, together
         return alone, together
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
@@ -263,9 +255,8 @@ class Weights:
     def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
         """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
         stored = [self.kept[key] for key in keys.keys]
-        if not all(each.values.device.is_gpu for each in stored):
-            return None
-        if call.is_scaled and not all(map(is_float, keys.dtypes)):
+        are_here = all(each.values.device.is_gpu for each in stored)
+        if not are_here or (call.is_scaled and not all(map(is_float, keys.dtypes))):
             return None
         are_new = any(each.values.steps[each.shard] < 0 for each in stored)
         if call.parts and self.rule is not None and (are_new or not can_fuse(self.rule)):
@@ -346,7 +337,7 @@ class Weights:
             if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
                 self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self.calls = {}
+                self.calls = WeakKeyDictionary()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -369,19 +360,16 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
-        self.calls = {}
+        self.calls = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.kept, self._values, self.calls, self.spec, self.rule = {}, {}, {}, None, None
+        self.kept, self._values, self.spec, self.rule = {}, {}, None, None
+        self.calls = WeakKeyDictionary()
 
 
 class _NoPlan(Exception):
     """A call is made as if it came only once."""
-
-
-_Work = list[Callable[[], object]]
-"""Launches and copies."""
 
 
 class PlannedUpdate:
@@ -398,10 +386,10 @@ class PlannedUpdate:
         self._sums_first = call.is_scaled or (weights.rule is not None and len(call.parts) > 2)
         self._scale = 1.0
         self._buckets: dict[tuple[Any, ...], GpuArray] = {}
-        self._before: _Work = []
+        self._before: list[Callable[[], object]] = []
         """What brings the sums to the values, or to where the rule reads them."""
         self._steps: list[_PlannedSteps] = []
-        self._after: _Work = []
+        self._after: list[Callable[[], object]] = []
         """What brings the values to the outs."""
         homes: dict[Values, dict[DType, list[int]]] = {}
         for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
@@ -432,7 +420,7 @@ class PlannedUpdate:
             kind = work_dtype(dtype)
             bucket = self._bucket(home, sum(sizes), "sums", kind)
             into = TensorColumn.within(Write, bucket, sizes)
-            self._before.append(_sum(home, parts, [into], sizes, dtype, kind))
+            self._before.append(home.sum_lists(parts, [into], sizes, dtype, kind))
             if self._call.is_scaled:
                 self._before.append(lambda: home.scale(bucket, self._scale))
             parts = [TensorColumn.within(Read, bucket, sizes)]
@@ -441,16 +429,21 @@ class PlannedUpdate:
             outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
         if parts and self._rule is None:
             at_once = outs.pop(home, []) if self._call.are_apart else []
-            self._before.append(_sum(home, parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
+            self._before.append(home.sum_lists(parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
         for there, columns in outs.items():
             value = TensorColumn.of(Read, own)
             if there is not home:
                 value = self._carried(self._after, value, home, there, sizes=sizes, what=("outs", dtype))
-            self._after.append(_sum(there, [value], columns, sizes, dtype))
+            self._after.append(there.sum_lists([value], columns, sizes, dtype))
         return parts
 
     def _carried(
-        self, work: _Work, column: TensorColumn, *way: GpuDevice, sizes: list[int], what: tuple[object, DType]
+        self,
+        work: list[Callable[[], object]],
+        column: TensorColumn,
+        *way: GpuDevice,
+        sizes: list[int],
+        what: tuple[object, DType],
     ) -> TensorColumn:
         """Return a column of one GPU on another, to which work brings it by one copy."""
         from distrun_runtime.arrays.cuda import Read, Write
@@ -459,7 +452,7 @@ class PlannedUpdate:
         there, here = (self._bucket(each, sum(sizes), *what) for each in way)
         if there.nbytes > COPIED_BYTES:
             raise _NoPlan
-        work.append(_sum(way[0], [column], [TensorColumn.within(Write, there, sizes)], sizes, what[1]))
+        work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, what[1]))
         work.append(partial(way[1].write, here, there))
         return TensorColumn.within(Read, here, sizes)
 
@@ -472,23 +465,14 @@ class PlannedUpdate:
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights.calls is not self._layout or self._weights.rule is not self._rule:
-            return False
-        return all(map(_PlannedSteps.is_valid, self._steps))
+        is_same = self._weights.calls is self._layout and self._weights.rule is self._rule
+        return is_same and all(map(_PlannedSteps.is_valid, self._steps))
 
     def run(self, scale: float) -> None:
         """Launch all of it."""
         self._scale = scale
         for work in self._work:
             work()
-
-
-def _sum(
-    device: GpuDevice, parts: list[TensorColumn], outs: list[TensorColumn], sizes: list[int], *dtypes: DType
-) -> Callable[[], object]:
-    from distrun_runtime.arrays.gpu import counts_of
-
-    return partial(device.sum_lists(parts, outs, sizes, *dtypes).run, counts_of(len(parts), len(outs)))
 
 
 def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
