@@ -302,7 +302,6 @@ class Arena:
         self.dtype = dtype
         self._device = device
         self._is_sent = is_sent
-        self._like = like
         self._bases: list[int] = [] if like is None else like._bases
         """Position of each block's first element. Positions of different blocks are never neighbours."""
         self._sizes: list[int] = [] if like is None else like._sizes

@@ -19,6 +19,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Union, cast
 
 import numpy as np
@@ -100,8 +101,6 @@ class GpuArray:
         """Where the elements are."""
         return self.memory.pointer.at(self.begin, self.nbytes)
 
-
-UNEQUAL = "the parts of a tensor have different sizes"
 
 AnyArray = Union[Array, GpuArray]
 
@@ -330,7 +329,7 @@ class GpuDevice:
             raise ValueError("a tensor has no parts")
         sizes, every = [parts[0].size for parts in lists], list(itertools.chain(*lists))
         if list(map(_SIZE, every)) != [size for size, parts in zip(sizes, lists, strict=True) for _ in parts]:
-            raise ValueError(UNEQUAL)
+            raise ValueError("the parts of a tensor have different sizes")
         if len(set(map(_DTYPE, every))) > 1:
             raise ValueError("the tensors of a list have different dtypes")
         _check_size(sum(sizes), bucket)
@@ -338,7 +337,7 @@ class GpuDevice:
         if bucket.size and are_here and len(set(map(len, lists))) == 1:
             columns = [TensorColumn.of(Read, cast(Any, column)) for column in zip(*lists, strict=True)]
             out = TensorColumn.within(Write, bucket, sizes)
-            self.sum_lists(columns, [out], sizes, every[0].dtype, bucket.dtype).run(counts_of(len(columns)))
+            self.sum_lists(columns, [out], sizes, every[0].dtype, bucket.dtype)()
             return
         ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         self.sums((parts, bucket[begin:end]) for parts, (begin, end) in zip(lists, ends, strict=True))
@@ -353,17 +352,13 @@ class GpuDevice:
             raise ValueError(f"a bucket of {bucket.dtype} goes to tensors of this dtype on {self.name}")
         sizes = [out.size for out in outs]
         _check_size(sum(sizes), bucket)
-        launch = self.sum_lists(
-            [TensorColumn.within(Read, bucket, sizes)], [TensorColumn.of(Write, outs)], sizes, bucket.dtype
-        )
-        launch.run(counts_of(1))
+        columns = [TensorColumn.within(Read, bucket, sizes)]
+        self.sum_lists(columns, [TensorColumn.of(Write, outs)], sizes, bucket.dtype)()
 
     def sum_lists(
         self, parts: Sequence[TensorColumn], outs: Sequence[TensorColumn], sizes: Sequence[int], *dtypes: DType
-    ) -> ListLaunch:
-        """Return what writes the sum of each tensor of a list to each of its outs.
-
-        Run it with the number of outs; of more than `FEW` parts, with the number of parts before (`counts_of`).
+    ) -> Callable[[], None]:
+        """Return what writes the sum of each tensor of a list to each of its outs, whenever it is called.
 
         Arguments:
             parts: all of one dtype, added from first to last, 16-bit floats in float32.
@@ -371,7 +366,9 @@ class GpuDevice:
             dtypes: of the parts, and of the sums, if it is another one.
         """
         program = gpu_programs.sums(*map(gpu_programs.kind_of, (dtypes[0], dtypes[-1])))
-        return ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
+        launch = ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
+        number = [np.int64(len(parts))] if len(parts) > gpu_programs.FEW else []
+        return partial(launch.run, [*number, np.int64(len(outs))])
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
@@ -652,8 +649,7 @@ class GpuDevice:
             else:
                 columns = [TensorColumn.of(Read, column) for column in zip(*(parts for parts, _ in some), strict=True)]
                 outs = TensorColumn.of(Write, [out for _, out in some])
-                launch = self.sum_lists(columns, [outs], [out.size for _, out in some], kinds[0], kind)
-                launch.run(counts_of(len(kinds)))
+                self.sum_lists(columns, [outs], [out.size for _, out in some], kinds[0], kind)()
 
     def _sum_mixed(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
         """Write the sum of parts of a 16-bit float and of float32."""
@@ -664,11 +660,6 @@ class GpuDevice:
         arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
         program = gpu_programs.sums(*map(gpu_programs.kind_of, (half, out.dtype)))
         self.launch(program, "sum_mixed", arguments, out.size, reads=[*parts, listed.memory], writes=[out])
-
-
-def counts_of(parts: int, outs: int = 1) -> list[np.generic]:
-    """Return with what to run sums of lists of so many parts and outs."""
-    return [np.int64(each) for each in ([parts] if parts > gpu_programs.FEW else []) + [outs]]
 
 
 def _pieces(nbytes: int) -> list[tuple[int, int]]:

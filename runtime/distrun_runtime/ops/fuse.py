@@ -121,7 +121,7 @@ class Fused:
             parts: of the gradient's parts, at least one: the weight's dtype or its work dtype.
 
         Raises:
-            Untraceable: the rule cannot be fused; says why, and at which line of its code.
+            Untraceable: the rule cannot be fused; says why.
             KVError: the rule has no weights of this dtype.
         """
         reason = why_not(rule)
@@ -134,9 +134,7 @@ class Fused:
                 text = f"a gradient of {name_of(each)} for a weight of {name_of(dtype)}: expected its dtype"
                 raise Untraceable(text + ("" if work == dtype else f" or {name_of(work)}"))
         self.rule = rule
-        self.dtype = dtype
-        self.parts = tuple(parts)
-        self._kind, self._work = kind_of(dtype), kind_of(work)
+        self._kind = kind_of(dtype)
         self._kinds = tuple(kind_of(each) for each in parts)
         self._has_master = bool(rule.params.get("multi_precision")) and work != dtype
         self.states = self._started()
@@ -149,11 +147,6 @@ class Fused:
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
-
-    @property
-    def structures(self) -> int:
-        """Return how many kernels there are so far. More than before the first step: one was not to be expected."""
-        return len(self._codes)
 
     def step(self, rates: Rates) -> FusedStep:
         """Return what to launch for a step with these numbers.
@@ -213,11 +206,8 @@ class Fused:
                 scalars = [
                     KINDS[kind].type(trace.scalars[place]) for kind, place in zip(kinds, code.places, strict=True)
                 ]
-        except Untraceable as err:
-            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
         except Exception as err:  # whatever its code does that symbols have not
-            text = f"rule {self.rule.name!r} cannot be fused: it raised {type(err).__name__}: {err}"
-            raise Untraceable(text) from err
+            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from err
         return code, tuple(scalars)
 
     def _loaded(self, trace: RuleTrace, name: str, kind: str) -> Symbol:
@@ -243,17 +233,11 @@ class Fused:
         weight = self._loaded(trace, WEIGHT, self._kind)
         node = weight.node
         result = []
-        try:
-            begun: Dict[str, object] = dict(self.rule.start(cast(Array, weight)))
-            for name, symbol in begun.items():
-                if not isinstance(symbol, Symbol):
-                    raise Untraceable(f"its state has {name!r}, which is no array")
-                is_zero = trace.nodes[symbol.node][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
-                if not is_zero and symbol.node != node:
-                    raise Untraceable(f"its state array {name!r} starts neither as zeros nor as the weight")
-                result.append(StateArray(name, symbol.dtype, not is_zero))
-        except Untraceable as err:
-            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
+        for name, symbol in cast("Dict[str, Symbol]", dict(self.rule.start(cast(Array, weight)))).items():
+            is_zero = trace.nodes[symbol.node][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
+            if not is_zero and symbol.node != node:
+                raise Untraceable(f"{self.rule.name!r}: state {name!r} starts neither as zeros nor as the weight")
+            result.append(StateArray(name, symbol.dtype, not is_zero))
         if self._has_master:
             result.append(StateArray("master", weight.dtype, is_weight=True))
         return tuple(result)

@@ -15,6 +15,7 @@ everywhere (exp, pow), arrays that are none of the rule's own. It raises `Untrac
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Dict, NoReturn, Tuple, Union, cast
 
 import numpy as np
@@ -91,6 +92,7 @@ class RuleTrace:
         return self.add("scalar", kind)
 
 
+@dataclass(eq=False)
 class Symbol(NDArrayOperatorsMixin):
     """An array in a rule's code, or an intermediate result; stands for each of its elements at once.
 
@@ -101,13 +103,10 @@ class Symbol(NDArrayOperatorsMixin):
         is_fixed: whether the rule may only read it.
     """
 
-    __slots__ = ("is_fixed", "kind", "node", "trace")
-
-    def __init__(self, trace: RuleTrace, node: int, kind: str, *, is_fixed: bool = False) -> None:
-        self.trace = trace
-        self.node = node
-        self.kind = kind
-        self.is_fixed = is_fixed
+    trace: RuleTrace
+    node: int
+    kind: str
+    is_fixed: bool = False
 
     @property
     def dtype(self) -> DType:

@@ -265,12 +265,15 @@ class GpuSteps:
     Arguments:
         items: all on one device each.
         given: in place of the items' parts: those of all items, in the weights' dtypes.
+        is_work: these are in their work dtypes.
 
     Raises:
         KVError: an array is not where its weight is, or of another size.
     """
 
-    def __init__(self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = ()) -> None:
+    def __init__(
+        self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = (), *, is_work: bool = False
+    ) -> None:
         from distrun_runtime.arrays.cuda import Read
         from distrun_runtime.arrays.gpu import TensorColumn
         from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
@@ -289,7 +292,8 @@ class GpuSteps:
                     found = "an array of numpy's" if is_on_host(array) else repr(array)
                     where = f"{name} with {weight.size} elements on {weight.device.name}"
                     raise KVError(f"rule {rule.name!r}: expected {where}, found {found}")
-            parts = tuple(part.dtype for part in item.parts) or (weight.dtype,) * len(given)
+            kind = work_dtype(weight.dtype) if is_work else weight.dtype
+            parts = tuple(part.dtype for part in item.parts) or (kind,) * len(given)
             knobs = item.knobs
             updates = cast(int, state.get("updates", 0))
             key = (weight.device, weight.dtype, parts, updates, knobs.lr_mult, knobs.wd_mult)

@@ -155,7 +155,18 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("dtypes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "shapes", "size_bytes")
+    __slots__ = (
+        "__weakref__",
+        "dtypes",
+        "has_rows",
+        "kept",
+        "keys",
+        "named",
+        "pulled_next",
+        "records",
+        "shapes",
+        "size_bytes",
+    )
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
@@ -313,13 +324,17 @@ class StoreBackend(Protocol):
         """As `barrier`, and it may wait."""
         return self.barrier()
 
-    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
-        """Make a push, a pull or both of arrays as the script gave them, and return True, if there is a plan for it.
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
+        """Make a push, a pull or both of arrays as the script gave them, if there is a plan for it; None: there is not.
+
+        Returns what lets the program's streams that are then current wait for it; those that are now do.
 
         Arguments:
             given, outs: for each key an array or a list of arrays; nothing is known of them.
         """
-        return False
+        return None
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

@@ -321,11 +321,7 @@ class SumDevices:
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     """Return the dtypes of keys whose values may be on GPUs, each with its first key."""
-    result: dict[DType, Key] = {}
-    for record in records:
-        if not record.is_sparse:
-            result.setdefault(record.dtype, record.key)
-    return result
+    return {record.dtype: record.key for record in reversed([*records]) if not record.is_sparse}
 
 
 def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:
