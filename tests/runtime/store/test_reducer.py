@@ -136,6 +136,6 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
     kinds = {name: reducer_for(name) for name in ("local", "dist_sync", "device", "dist_device_sync")}
     assert [type(reducer) for reducer in kinds.values()] == [Reducer, Reducer, DeviceReducer, DeviceReducer]
     threads = kinds["local"].host._threads
-    assert (threads.count, threads.bound) == (3, 77)
+    assert (threads.count(), threads.bound) == (3, 77 * 4)
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
     assert [kinds[name]._is_shared for name in kinds] == [False, True, False, True]
