@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign
-from distrun_runtime.arrays.cores import SHARED, Threads
+from distrun_runtime.arrays.cores import SHARED, Threads, copy_all
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 from distrun_runtime.contract import environ
@@ -56,10 +56,12 @@ def copy(array: DeviceArray, out: DeviceArray) -> None:
     """Copy an array to another of the same shape and dtype, wherever the two are; numpy's of any strides."""
     if not is_on_host(out):
         out.device.write(out, array)
-    elif is_on_host(array):
-        np.copyto(out, array)
-    else:
+    elif not is_on_host(array):
         array.device.read(array, out)
+    elif array.nbytes >= SHARED.bound and array.flags.c_contiguous and out.flags.c_contiguous:
+        copy_all([(array.reshape(-1), out.reshape(-1))])
+    else:
+        np.copyto(out, array)
 
 
 class Device(Protocol):
@@ -251,7 +253,7 @@ class CpuDevice:
 
     def read(self, array: Array, out: Array) -> None:
         """Copy an array of this device into another."""
-        np.copyto(out, array)
+        copy(array, out)
 
 
 # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.

@@ -262,7 +262,7 @@ class Portion:
             return [whole.view(np.uint8).data]
         size = 0
         groups: list[_Slice | list[_Small | _Slice]] = []
-        """What is read where it is, as one where it goes on there; and what is copied end to end."""
+        """What is read where it is; and what is copied end to end."""
         for part in self.parts:
             last = groups[-1] if groups else None
             if not isinstance(part, _Slice) or part.item not in in_place:
@@ -271,8 +271,6 @@ class Portion:
                     last.append(part)
                 else:
                     groups.append([part])
-            elif isinstance(last, _Slice) and (last.item, last.end) == (part.item, part.begin):
-                groups[-1] = _Slice(part.item, last.begin, part.end, last.size + part.size)
             else:
                 groups.append(part)
         copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
@@ -554,7 +552,11 @@ def _parts(shards: Mapping[str, Array], itemsize: int, shapes: Sequence[tuple[in
         if items:
             parts.append(_small(items, shapes))
             items = []
-        parts.append(_Slice(item, offset, offset + length, length))
+        last = parts[-1] if parts else None
+        if isinstance(last, _Slice) and (last.item, last.end) == (item, offset):
+            parts[-1] = _Slice(item, last.begin, offset + length, last.size + length)
+        else:
+            parts.append(_Slice(item, offset, offset + length, length))
     return [*parts, _small(items, shapes)] if items else parts
 
 

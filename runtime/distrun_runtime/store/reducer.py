@@ -45,6 +45,7 @@ def reducer_for(type_name: str, memory: Memory = np.empty, compressor: Compresso
         memory: makes the arrays that values of GPUs are copied to.
         compressor: the store's.
     """
+    environ.read("DISTRUN_COPY_THREADS")  # a wrong value is said before any call needs it
     bound = 4 * environ.read("MXNET_KVSTORE_BIGARRAY_BOUND")  # bytes of so many float32
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), bound)
     if not on_devices(type_name):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sums import total as total_of
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import cores, dtypes
 from distrun_runtime.arrays.cores import Threads
-from distrun_runtime.arrays.device import CHUNK, CpuDevice
+from distrun_runtime.arrays.device import CHUNK, CpuDevice, copy
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, widen
 
 
@@ -78,3 +78,13 @@ def test_several_sums_that_threads_share_have_the_bits_of_each_alone() -> None:
     for (parts, _), out in zip(items, alone, strict=True):
         CpuDevice().sum(parts, out)
     assert [each.tobytes() for each in outs] == [each.tobytes() for each in alone]
+
+
+def test_large_arrays_of_any_strides_are_copied_whoever_shares_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores.SHARED, "bound", 1)
+    monkeypatch.setattr(cores.SHARED, "wanted", 3)
+    given = np.arange(60_000.0).reshape(300, 200)
+    for array in (given, given.T, given[:, ::2]):
+        for out in (np.zeros(array.shape), np.zeros(array.shape, order="F")):
+            copy(array, out)
+            assert np.array_equal(out, array)

@@ -416,6 +416,27 @@ def test_a_large_message_is_done_at_once_if_most_of_it_is_its_senders_memory_but
         pair.close()
 
 
+def test_the_sums_of_a_message_are_made_by_one_call_so_that_threads_share_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sums, counts = CpuDevice.sums, list[int]()
+
+    def counted(device: CpuDevice, items: Any) -> None:
+        every = list(items)
+        counts.append(len(every))
+        sums(device, every)
+
+    monkeypatch.setattr(CpuDevice, "sums", counted)
+    pair = Twins(2, buckets=False, frames="each")
+    try:
+        for _ in range(5):
+            counts.clear()
+            pair.round(Kind.PUSHPULL, 2)
+        assert counts == [len(LISTS[2])] * 2  # of a server that knows the messages, and of one that does not
+    finally:
+        pair.close()
+
+
 def test_lists_that_share_keys_are_known_as_long_as_their_rounds_are_the_next_ones(twins: Callable[..., Twins]) -> None:
     pair = twins(2, buckets=False)
     for _ in range(4):

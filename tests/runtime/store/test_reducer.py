@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import ContractError, KVError
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.reducer import DeviceReducer, Reducer, SumDevices, reducer_for
@@ -136,6 +136,9 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
     kinds = {name: reducer_for(name) for name in ("local", "dist_sync", "device", "dist_device_sync")}
     assert [type(reducer) for reducer in kinds.values()] == [Reducer, Reducer, DeviceReducer, DeviceReducer]
     threads = kinds["local"].host._threads
-    assert (threads.count, threads.bound) == (3, 77)
+    assert (threads.count(), threads.bound) == (3, 77 * 4)
+    with monkeypatch.context() as patch, pytest.raises(ContractError, match="DISTRUN_COPY_THREADS='-1'"):
+        patch.setenv("DISTRUN_COPY_THREADS", "-1")
+        reducer_for("local")
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
     assert [kinds[name]._is_shared for name in kinds] == [False, True, False, True]

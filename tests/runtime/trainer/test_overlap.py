@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
+from distrun_runtime.arrays.cores import Threads
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.trainer import Parameter, Trainer, trainer
+from distrun_runtime.trainer.exchange import StoreExchange
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
 RATE = {"learning_rate": 1.0}
@@ -68,6 +70,26 @@ def test_gradients_travel_as_they_are_assigned_and_weights_change_in_step(update
 
     weights = [-1.5 * (number + 1) for number in range(5)]
     assert run(script, over=over) == [(1, [0.0] * 5, weights)] * 2
+
+
+def test_beside_backward_gradients_are_copied_by_half_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    send = StoreExchange.send
+
+    def counted(exchange: StoreExchange, *arguments: Any) -> Any:
+        counts.append(Threads(6).count())
+        return send(exchange, *arguments)
+
+    monkeypatch.setattr(StoreExchange, "send", counted)
+
+    def script(kv: KVStore) -> None:
+        params = parameters(3)
+        trainer = Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
+        backward(params, 1)
+        assert trainer.step()
+
+    run(script, workers=1)
+    assert counts == [3]  # the last group is sent by `step`, when backward is over
 
 
 @UPDATES
