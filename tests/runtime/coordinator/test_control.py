@@ -398,15 +398,17 @@ def test_output_is_read_from_the_logs_from_where_a_client_wants(job: Job) -> Non
 
 
 class Torn:
-    """Output that cannot be read."""
+    """Output that cannot be read, or is over for who wants it from 7 on."""
 
     has_more = True
-    is_over = False
     cursor = 7
 
-    def __init__(self, wanted: frames.OutputWanted) -> None: ...
+    def __init__(self, wanted: frames.OutputWanted) -> None:
+        self.is_over = wanted.cursor == 7
 
     def read(self, limit: int) -> bytes:
+        if self.is_over:
+            return b""
         raise OSError("it is torn")
 
     def close(self) -> None: ...
@@ -424,6 +426,7 @@ def test_a_subscription_until_now_ends_also_if_the_logs_cannot_be_read(folder: s
     assert client.ask("state").type == "state", "it goes on"
     client.send("subscribe", output={"cursor": 0, "until": "now"})
     assert [client.next().header for _ in range(2)] == [said, {"type": "output_end", "cursor": 7}]
+    client.subscribe(output={"cursor": 7, "until": "now"})
     served.close()
 
 

@@ -385,6 +385,7 @@ def test_a_client_that_came_while_the_job_waited_in_a_queue_gets_its_output(tmp_
         (OutputWanted(0, tasks=("worker-0",)), [b"a1\n", b"a2\n"]),
         (OutputWanted(tail=1, tasks=("worker-0",)), [b"a2\n"]),
         (OutputWanted(tail=1, since=0.0), [b"b3\n"]),
+        (OutputWanted(tail=9), [b"a1\n", b"b1\n", b"a2\n", b"b2\n", b"b3\n"]),
         (OutputWanted(since=0.0, tasks=("worker-1",)), [b"b1\n", b"b2\n", b"b3\n"]),
     ],
 )

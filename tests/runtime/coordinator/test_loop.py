@@ -15,7 +15,6 @@ import pytest
 from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
-from distrun import report
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
 from distrun_runtime.coordinator import jobrun, logs, messages
@@ -255,23 +254,6 @@ def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path)
     job.agents[0].join()
     assert outcome.exit_code == 0
     assert job.sink.text.count("cannot write to") == 1
-
-
-def test_a_failing_task_gives_code_and_report(tmp_path: Path) -> None:
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        tasks = [agent.spawn(), agent.spawn()]
-        agent.say("output", b"ValueError: no\n", task=tasks[1], stream="err", offset=0)
-        agent.ends(tasks[1], code=3, err=15)
-
-    job = Job(tmp_path, sample_plan(workers=2, servers=0), script)
-    outcome = job.run()
-    assert outcome.exit_code == 3
-    text = report.failure(outcome, job.folder.tail(outcome.culprit.task, 20), "LOG")
-    assert "first failure: worker-1 on d1: exit code 3" in text
-    assert "    | ValueError: no" in text
-    stored = job.folder.outcome()
-    assert (stored["exit_code"], stored["culprit"]["task"]) == (3, "worker-1")
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff" * 64, b"\0\0\0\x12" + b'{"type":"started"}', b"\0\0\0\x05[1,2]"])

@@ -24,6 +24,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
 from distrun_runtime.ps import arithmetic, device_choice, role
 from distrun_runtime.ps.device_choice import DeviceChoice, Placement, decide, need_of, obstacle_of
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.values import Values
@@ -408,6 +409,35 @@ def test_with_auto_a_store_whose_values_find_no_place_goes_on_in_host_memory_and
     with Cluster(2, 1) as made:
         assert made.run(script, "dist_device_sync") == [["gpu:0", "cpu:0"]] * 2
     assert sum(machine.standin.used) < MIB
+
+
+def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: Machine) -> None:
+    """They come from host memory, when the first worker says that it has a device store."""
+    placement, said = placed()
+    engine = WorkEngine(placement.host, placement=placement)
+    values = values_of(MIB, on_devices=False)
+    values.device = placement.host
+    engine._values[1] = values
+    values.weight(0)[:] = 3
+    values.store.on_devices = True
+    assert placement._found(values.store) is not None
+    machine.standin.memory_bytes = 2 * MIB
+    engine._settle(values, None)
+    assert values.device is placement.host
+    assert (values.weight(0) == 3).all()
+    level, text = said[-1]
+    assert level == "WARNING"
+    assert text.startswith("event=device store=1 device=cpu:0 reason=alloc on gpu:0 failed: ")
+    engine._settle(values, None)
+    assert len(said) == 2, "that it came, and that it stays away"
+    named, _ = placed("gpu:0")
+    named.open()
+    other = WorkEngine(named.host, placement=named)
+    values = values_of(MIB)
+    values.weight(0)[:] = 3
+    with pytest.raises(KVError, match="wanted 4194304 bytes"):
+        other._settle(values, None)
+    assert (values.weight(0) == 3).all()
 
 
 def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
@@ -82,60 +80,6 @@ def test_rounds_are_exact_for_random_groups_in_random_orders(run: Run, rule: str
         assert pulled(kv, KEYS) == expected(KEYS, 111 * (sum(range(1, rounds + 1)) if rule else rounds))
 
     run(script, 3, bigarray_bound=BOUND)
-
-
-def test_rounds_of_a_fast_worker_are_summed_apart(run: Run) -> None:
-    """Worker 0 pushes three rounds, and pulls each, before worker 1 pushes one."""
-    ahead = threading.Event()
-
-    def script(kv: Any) -> None:
-        keys = ["a", "b", "wide"]
-        zeros(kv, keys)
-        if kv.rank == 0:
-            outs = [[full(key, -1) for key in keys] for _ in range(3)]
-            pending = []
-            for step in range(3):
-                kv.push(keys, [full(key, step + 1) for key in keys])
-                pending.append(kv.pull(keys, outs[step], wait=False))
-            ahead.set()
-            for each in pending:
-                each.wait()
-            assert [[number_in(out) for out in each] for each in outs] == [[11.0] * 3, [22.0] * 3, [33.0] * 3]
-        else:
-            assert ahead.wait(DEADLINE_S)
-            for step in range(3):
-                kv.push(keys[::-1], [full(key, 10 * (step + 1)) for key in keys[::-1]])
-                assert pulled(kv, keys) == [11.0 * (step + 1)] * 3
-
-    run(script, bigarray_bound=BOUND)
-
-
-def test_a_pull_that_waits_for_one_key_has_the_others_as_of_their_rounds(run: Run) -> None:
-    """Key a goes a round on while the pull of worker 0 waits for key b."""
-    asked = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "b"])
-        if kv.rank == 0:
-            kv.push(["a", "b"], [full("a", 1), full("b", 2)])
-            outs = [full("a", -1), full("b", -1)]
-            pending = kv.pull(["a", "b"], outs, wait=False)
-            kv.push("a", full("a", 100))
-            asked.set()
-            assert pulled(kv, ["a"]) == [300]
-            assert not pending.is_done
-            kv.barrier()
-            pending.wait()
-            assert [number_in(out) for out in outs] == [11, 22]
-        else:
-            assert asked.wait(DEADLINE_S)
-            kv.push("a", full("a", 10))
-            kv.push("a", full("a", 200))
-            assert pulled(kv, ["a"]) == [300]
-            kv.barrier()
-            kv.push("b", full("b", 20))
-
-    run(script)
 
 
 def test_a_pull_without_a_push_reads_the_present_and_never_waits(run: Run) -> None:

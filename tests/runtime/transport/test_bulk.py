@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -341,13 +342,25 @@ def test_a_proof_is_good_for_one_connection(pair: Callable[..., Pair]) -> None:
         each.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@contextlib.contextmanager
+def another_user(program: str, *words: str) -> Iterator[str]:
+    """Let another user run a program on, from the line that it prints; what is imported, root imports before."""
+    code = "import distrun_runtime.transport.host_segments, numpy, os; os.setgid(65534); os.setuid(65534)\n"
+    command = [sys.executable, "-c", code + textwrap.dedent(program), *words]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as other:
+        yield other.stdout.readline()
+        other.stdin.close()
+
+
+@only_root
 def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    acceptor = one.acceptor._segments
+    acceptor = pair().acceptor._segments
     offer = acceptor.offer("in:00")
-    program = textwrap.dedent(
-        """
+    program = """
         import sys
         from distrun_runtime.transport import host_segments
         from distrun_runtime.arrays.shared_memory import Pool
@@ -356,25 +369,13 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         print("sent", flush=True)
         sys.stdin.read()
         """
-        % TOKEN
-    )
-
-    # Imported as root, since nobody may not read every checkout.
-    code = "import distrun_runtime.transport.host_segments, numpy, os; os.setgid(65534); os.setuid(65534)\n" + program
-    with subprocess.Popen(
-        [sys.executable, "-c", code, offer["socket"], offer["nonce"]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as other:
-        assert other.stdout.readline() == "sent\n"
+    with another_user(program % TOKEN, offer["socket"], offer["nonce"]) as said:
+        assert said == "sent\n"
         with pytest.raises(NotShared, match="no process with the right proof"):
             acceptor.taken("in:00")
-        other.stdin.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@only_root
 def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_from_later_workers(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,11 +385,8 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
     one = pair()
     one.agree()
     acceptor = one.acceptor._segments
-    knock = textwrap.dedent(
-        """
-        import os, socket, sys
-        os.setgid(65534)
-        os.setuid(65534)
+    knock = """
+        import socket, sys
         kept = []
         try:
             while len(kept) < 1000:
@@ -399,10 +397,8 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
             print("full", flush=True)
         sys.stdin.read()
         """
-    )
-    command = [sys.executable, "-c", knock, acceptor._name.decode()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "full\n"
+    with another_user(knock, acceptor._name.decode()) as said:
+        assert said == "full\n"
         one.acceptor.poll(0)
         later = Segments(TOKEN, [Pool()])
         later.take("server-0", acceptor.offer("in:bb"))
@@ -410,7 +406,6 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
         later.ready("server-0", "")
         assert later.is_open("server-0")
         later.close()
-        other.stdin.close()
 
 
 GARBLED = {

@@ -11,7 +11,7 @@ import pytest
 from cluster import DEADLINE_S, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_transport import Held, Script
+from scripted_transport import Held, Script, check_calls
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import PeerLost, Refused
@@ -397,23 +397,7 @@ def test_buffers_of_messages_that_are_given_up_are_released() -> None:
 
 def test_every_other_call_goes_to_the_inner_transport() -> None:
     script = Script()
-    made = Resending(script, 1.0)
-    assert made.bind("127.0.0.1", (1, 2)) == 7
-    made.connect("s", "tcp://127.0.0.1:1")
-    made.admitted("in:1")
-    made.proven("in:1")
-    made.refused("in:2")
-    made.wake()
-    made.disconnect("s", 0.5)
-    assert script.calls == [
-        ("bind", "127.0.0.1", (1, 2)),
-        ("connect", "s", "tcp://127.0.0.1:1"),
-        ("admitted", "in:1"),
-        ("proven", "in:1"),
-        ("refused", "in:2"),
-        ("wake",),
-        ("disconnect", "s", 0.5),
-    ]
+    check_calls(Resending(script, 1.0), script)
 
 
 # --- whole jobs
