@@ -84,3 +84,10 @@ def test_what_goes_wrong_in_a_thread_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError):
         Threads(2, bound=1).split(4, fail)
+
+
+def test_a_device_reads_its_arrays_into_any_others() -> None:
+    device, given, canvas = CpuDevice(3), np.arange(6.0).reshape(2, 3).T, np.zeros((3, 4))
+    device.read(device.host(device.put(given)), canvas[:, ::2])
+    assert np.array_equal(canvas[:, ::2], given)
+    assert not canvas[:, 1::2].any()

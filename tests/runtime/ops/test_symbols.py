@@ -215,70 +215,26 @@ def check_scripts(scripts: list[tuple[list[Statement], str]]) -> None:
 # What is refused
 
 
-def reads_before_writing(w: Any, g: Any, s: Any) -> None:
-    w += np.empty_like(g)
-
-
 def assigns_under_a_mask(w: Any, g: Any, s: Any) -> None:
     w[np.abs(g) < 1] = 0.0
 
 
-def assigns_to_one_element(w: Any, g: Any, s: Any) -> None:
-    w[0] = 0.0
-
-
-def picks_under_a_mask(w: Any, g: Any, s: Any) -> None:
-    w -= g[g > 0]
-
-
-def decides(w: Any, g: Any, s: Any) -> None:
-    if (g > 0).any():
-        w -= g
-
-
-def decides_by_itself(w: Any, g: Any, s: Any) -> None:
-    if g:
-        w -= g
-
-
-def loops(w: Any, g: Any, s: Any) -> None:
-    for one in g:
-        w -= one
-
-
-def writes_the_gradient(w: Any, g: Any, s: Any) -> None:
-    g *= 2.0
-
-
-def writes_the_gradient_by_out(w: Any, g: Any, s: Any) -> None:
-    np.sqrt(w, out=g)
-
-
-def writes_masks_into_numbers(w: Any, g: Any, s: Any) -> None:
-    np.isnan(g, out=w, casting="unsafe")
-
-
-def draws(w: Any, g: Any, s: Any) -> None:
-    w += np.random.default_rng(1).normal(size=w.shape)
-
-
-def adds_an_array_of_numpy(w: Any, g: Any, s: Any) -> None:
-    w += np.ones(3, np.float32)
-
-
 CASES: list[tuple[Callable[[Any, Any, Any], object], str]] = [
-    (reads_before_writing, "it reads an array of np.empty_like before it is written"),
+    (lambda w, g, s: operator.iadd(w, np.empty_like(g)), "it reads an array of np.empty_like before it is written"),
     (assigns_under_a_mask, "it assigns under a mask; np.copyto(array, value, where=mask) can be recorded"),
-    (assigns_to_one_element, "it assigns to elements by their place"),
-    (picks_under_a_mask, "it picks elements by their place or by a mask"),
-    (decides, "it uses .any of an array"),
-    (decides_by_itself, "it decides by values of an array"),
-    (loops, "it goes over an array's elements, or asks for their number"),
-    (writes_the_gradient, "it writes into the gradient, which it may only read"),
-    (writes_the_gradient_by_out, "it writes into the gradient, which it may only read"),
-    (writes_masks_into_numbers, "it uses np.isnan with casting="),
-    (draws, "it uses .shape of an array"),
-    (adds_an_array_of_numpy, "it uses an array of numpy of shape (3,), which is none of the rule's"),
+    (lambda w, g, s: operator.setitem(w, 0, 0.0), "it assigns to elements by their place"),
+    (lambda w, g, s: g[g > 0], "it picks elements by their place or by a mask"),
+    (lambda w, g, s: (g > 0).any(), "it uses .any of an array"),
+    (lambda w, g, s: w if g else s, "it decides by values of an array"),
+    (lambda w, g, s: list(g), "it goes over an array's elements, or asks for their number"),
+    (lambda w, g, s: operator.imul(g, 2.0), "it writes into the gradient, which it may only read"),
+    (lambda w, g, s: np.sqrt(w, out=g), "it writes into the gradient, which it may only read"),
+    (lambda w, g, s: np.isnan(g, out=w, casting="unsafe"), "it uses np.isnan with casting="),
+    (lambda w, g, s: np.random.default_rng(1).normal(size=w.shape), "it uses .shape of an array"),
+    (
+        lambda w, g, s: operator.iadd(w, np.ones(3, np.float32)),
+        "it uses an array of numpy of shape (3,), which is none of the rule's",
+    ),
     (lambda w, g, s: np.exp(g), "it uses np.exp"),
     (lambda w, g, s: g**3, "it uses ** with an exponent that is not 2 or 0.5"),
     (lambda w, g, s: 2.0**g, "it uses np.power"),

@@ -434,17 +434,6 @@ def test_another_order_of_the_parameters_is_refused_with_both_ranks_and_names(up
         assert "fix: give the parameters in the same order on all workers" in said
 
 
-def test_an_array_that_only_one_worker_calls_by_a_name_is_refused() -> None:
-    def script(kv: KVStore) -> str:
-        one = Parameter(np.zeros(3), name="" if kv.rank else "x")
-        with pytest.raises(KVError) as caught:
-            Trainer([one], "sgd", kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "parameter 'x'" in said
-
-
 # --- trainers with different rules, and trainers that are made after an error
 
 
