@@ -500,21 +500,6 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
         assert not job.codes, "scheduler and servers stay until they are told to stop"
 
 
-def test_under_an_agent_a_death_leaves_the_servers_to_the_agent() -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.zeros(SHAPE, "float32"))
-        if kv.rank == 1:
-            raise ZeroDivisionError("mine")
-        kv.push("w", ones())
-        with pytest.raises(PeerLost, match="mine"):
-            kv.pull("w", np.zeros(SHAPE, "float32"))
-
-    with Cluster(over="inproc", stays=True) as job:
-        with pytest.raises(ZeroDivisionError):
-            job.run(script)
-        assert not job.codes
-
-
 @pytest.mark.parametrize("codec", [None, {"type": "fp16", "two_way": True}])
 def test_outputs_of_any_strides_and_number_are_filled(codec: dict[str, object] | None) -> None:
     """Of a value that shares a message with others, and of one that is cut into shards on both servers."""

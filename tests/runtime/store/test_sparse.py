@@ -79,15 +79,6 @@ def test_sums_of_16_bit_floats_are_made_in_float32() -> None:
         assert one.values.tobytes() == expected.tobytes()
 
 
-def test_an_empty_one_has_no_rows_and_is_zero() -> None:
-    found = RowSparse.empty((3, 2))
-    assert found.values.shape == (0, 2)
-    assert found.dtype == np.float32
-    assert found.canonical() is found
-    assert found.to_dense().tolist() == [[0, 0]] * 3
-    assert RowSparse.empty((3,), "bfloat16").dtype == BFLOAT16
-
-
 def test_fill_exchanges_the_rows() -> None:
     out = RowSparse.empty((3, 2))
     out.fill(np.ones((1, 2), np.float32), np.array([2]))

@@ -331,18 +331,6 @@ def test_compression_works_through_a_trainer() -> None:
     assert run(script) == [-2 * (0.5 + 0.5) / 4] * 2
 
 
-def test_workers_with_other_parameters_are_told() -> None:
-    def script(kv: KVStore) -> str:
-        with pytest.raises(KVError) as caught:
-            Trainer([Parameter(ones(2 + kv.rank), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "(2,)" in said
-        assert "(3,)" in said
-        assert "worker-1 has parameter 'x' of shape" in said
-
-
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
     def script(kv: KVStore) -> str:
         with pytest.raises(KVError) as caught:
