@@ -88,3 +88,10 @@ def test_large_arrays_of_any_strides_are_copied_whoever_shares_the_work(monkeypa
         for out in (np.zeros(array.shape), np.zeros(array.shape, order="F")):
             copy(array, out)
             assert np.array_equal(out, array)
+
+
+def test_a_device_reads_its_arrays_into_any_others() -> None:
+    device, given, canvas = CpuDevice(3), np.arange(6.0).reshape(2, 3).T, np.zeros((3, 4))
+    device.read(device.host(device.put(given)), canvas[:, ::2])
+    assert np.array_equal(canvas[:, ::2], given)
+    assert not canvas[:, 1::2].any()

@@ -32,6 +32,12 @@ def test_a_datagram_that_finds_no_room_is_dropped_and_nobody_waits(sender: metri
     assert not sent[-1]
 
 
+def test_without_an_agent_nothing_is_sent_and_nothing_raised(tmp_path: Path) -> None:
+    for path in ("", str(tmp_path / "nobody.s")):
+        with contextlib.closing(metrics.Sender(path, "worker-0")) as sender:
+            assert not sender.send(metrics.REPORT, step=1)
+
+
 @pytest.mark.parametrize("value", ["x" * metrics.LIMIT, {1: object()}], ids=["too long", "no JSON"])
 def test_what_cannot_be_sent_is_dropped(sender: metrics.Sender, value: object) -> None:
     assert not sender.send(metrics.REPORT, values=value)

@@ -42,20 +42,6 @@ def test_parts_cover_the_data_once() -> None:
     assert read == [[[0, 1]], [[2, 3], [4]], [[5, 6]], [[7, 8], [9]]]
 
 
-def test_parts_of_equal_length_by_remainder() -> None:
-    for remainder, size in (("drop", 2), ("pad", 3), ("wrap", 3)):
-        found = [Reader(numbers(10), 2, num_parts=4, part_index=i, remainder=remainder) for i in range(4)]
-        assert [reader.num_examples for reader in found] == [size] * 4
-
-
-def test_epoch_size_gives_exactly_so_many_batches_and_goes_on_in_the_midst() -> None:
-    short = Reader(numbers(6), 2, epoch_size=2)
-    assert [labels(short), labels(short)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
-    long = Reader(numbers(4), 2, epoch_size=5)
-    assert len(long) == 5
-    assert labels(long) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
-
-
 def test_shuffle_draws_a_new_order_for_each_pass_which_a_seed_repeats() -> None:
     def passes(seed: int | None) -> list[list[int]]:
         reader = Reader(numbers(50), 50, shuffle=True, seed=seed)

@@ -210,12 +210,6 @@ def test_the_noise_of_sgld_is_another_one_for_another_seed_key_update_and_place(
     assert np.array_equal(drawn(**change), other)
 
 
-def test_the_noise_of_sgld_is_that_of_the_learning_rate() -> None:
-    rule, weight = rules.make("sgld", {"lr": 0.25, "seed": np.int64(0)}), np.zeros(9, np.float32)
-    rule.step(weight, np.full(9, 4, np.float32), rule.new_state(weight), rules.Knobs(key="w"))
-    np.testing.assert_allclose(weight, 0.5 * drawn(9) - 0.5, rtol=1e-6)
-
-
 @pytest.mark.parametrize("seed", [-1, 0.5, 2**63, True, "1", None, float("nan")])
 def test_a_seed_that_is_no_whole_number_is_refused(seed: object) -> None:
     with pytest.raises(KVError, match=r"rule 'sgld': seed=.*: expected a whole number from 0 to 2\*\*63 - 1"):
@@ -230,22 +224,6 @@ def test_adamax_takes_a_gradient_that_is_0_from_the_first_step() -> None:
         for _ in range(2):
             rule.step(weight, np.array([0.0, 1.0]), state)
         np.testing.assert_allclose(weight, [1, 0], rtol=0, atol=1e-7)
-
-
-def test_nadam_counts_the_steps_of_each_weight_alone() -> None:
-    """In MXNet the schedule of all weights of a server was one, so a step depended on how many there were."""
-    rule = rules.make("nadam", {"lr": 0.1})
-    weights = [np.ones(2) for _ in range(3)]
-    states = [rule.new_state(weight) for weight in weights]
-    for _ in range(60):  # until the product is 0 beside 1
-        for weight, state in zip(weights, states, strict=True):
-            rule.step(weight, np.ones(2), state)
-    alone = rules.make("nadam", {"lr": 0.1})
-    weight = np.ones(2)
-    state = alone.new_state(weight)
-    for _ in range(60):
-        alone.step(weight, np.ones(2), state)
-    assert all(np.array_equal(one, weight) for one in weights)
 
 
 def test_a_step_far_in_a_training_is_made_by_a_rule_that_was_just_loaded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -493,37 +494,10 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
                 time.sleep(0.3)
             session.end()
 
-    def body(rank: int) -> None:
-        try:
-            script(rank)
-        except BaseException as err:
-            errors.append(err)
-
-    errors: list[BaseException] = []
-    with Cluster(over=over, stays=True) as job:
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert not errors
-        assert not any(thread.is_alive() for thread in threads)
+    with Cluster(over=over, stays=True) as job, ThreadPoolExecutor(2) as threads:
+        for ended in [threads.submit(script, rank) for rank in range(2)]:
+            ended.result(DEADLINE_S)
         assert not job.codes, "scheduler and servers stay until they are told to stop"
-
-
-def test_under_an_agent_a_death_leaves_the_servers_to_the_agent() -> None:
-    def script(kv: KVStore):
-        kv.init("w", np.zeros(SHAPE, "float32"))
-        if kv.rank == 1:
-            raise ZeroDivisionError("mine")
-        kv.push("w", ones())
-        with pytest.raises(PeerLost, match="mine"):
-            kv.pull("w", np.zeros(SHAPE, "float32"))
-
-    with Cluster(over="inproc", stays=True) as job:
-        with pytest.raises(ZeroDivisionError):
-            job.run(script)
-        assert not job.codes
 
 
 @pytest.mark.parametrize("codec", [None, {"type": "fp16", "two_way": True}])

@@ -433,22 +433,6 @@ def wrong_calls(kv: KVStore) -> list[Callable[[], object]]:
     ]
 
 
-def test_arguments_that_one_worker_gets_wrong_keep_nobody_from_going_on() -> None:
-    turn = Turn()
-
-    def script(session: NodeSession) -> float:
-        kv = open_store("dist_sync", session)
-        if session.rank == 0:
-            for call in wrong_calls(kv):
-                with pytest.raises(KVError):
-                    call()
-            turn.done()
-        kv.init("w", ones())
-        return trained(kv)
-
-    assert run(script) == [2, 2]
-
-
 def test_a_key_of_more_than_4096_bytes_is_refused() -> None:
     """A key of 70 MB ended the job: no message may be so long."""
     with pytest.raises(KVError, match=r"key 'ééé.* has 4098 bytes, expected at most 4096"):

@@ -127,3 +127,17 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
         return str(caught.value)
 
     assert all("key 'b': compression '2bit': element 0 is nan" in said for said in run_job(script, 2))
+
+
+def test_a_companion_sums_beside_the_rule() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init(0, np.zeros(2))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        with kv.companion() as other:
+            other.init(0, np.zeros(2, np.int64))
+            out = np.zeros(2, np.int64)
+            other.pushpull(0, np.ones(2, np.int64), out=out)
+        return out.tolist()
+
+    for type_name in ("dist_sync", "dist_async"):
+        assert run_job(script, 2, type_name=type_name) == [[2, 2]] * 2

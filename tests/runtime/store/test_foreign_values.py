@@ -80,7 +80,7 @@ def test_without_cupy_a_value_on_a_gpu_is_refused_with_what_to_install(
         RowSparse(np.ones((2, 3)), value, (4, 3))
     with refused(words):
         wanted("w", np.zeros((2, 3)), value)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or BY_CUDA in words:
         with refused(words.partition("; fix: give")[0]):
             output_of("w", value)
 

@@ -104,19 +104,6 @@ def pulled(kv: Any, key: Any, dtype: str) -> list[float]:
     return [float(number) for number in widen(out)]
 
 
-def test_an_updater_of_bfloat16_values_calculates_in_float32() -> None:
-    kv = kvstore.create("local")
-    kv.init("w", value(1, "bfloat16"))
-
-    def add(key: str, received: Any, stored: Any) -> None:
-        assert received.dtype == stored.dtype == np.float32
-        stored += received
-
-    kv.set_updater(add)
-    kv.push("w", value(2, "bfloat16"))
-    assert pulled(kv, "w", "bfloat16") == [3.0] * 3
-
-
 def test_parameters_are_changed_while_running_and_state_stays() -> None:
     kv = kvstore.create("local")
     kv.init(["w", "v"], [value(0, "float64")] * 2)
@@ -136,3 +123,8 @@ def test_parameters_are_changed_while_running_and_state_stays() -> None:
         with pytest.raises(KVError, match="rule 'sgd'"):
             kv.set_optimizer_params(**change)
     kv.set_optimizer("sgd", learning_rate=0.5)  # an equal repeat
+
+
+def test_a_store_of_one_process_loses_no_node() -> None:
+    kv = kvstore.create("local")
+    assert kv.num_dead_node(7) == 0

@@ -115,24 +115,6 @@ def test_ten_rounds_of_random_rows_pushed_to_dense_keys_equal_numpys(kv: KVStore
                 assert np.abs(out - expected[number]).sum() / np.abs(expected[number]).sum() < 1e-6
 
 
-def test_a_rule_touches_only_the_rows_that_were_pushed(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
-    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5, wd=0.1)
-    kv.push("a", ones([1]))
-    kv.push("a", ones([1, 3]))
-    weight = dense(kv, "a")
-    # Row 1 twice: v = -0.5 * 1.1, w = 0.45; v = 0.5 v - 0.5 (1 + 0.045), w += v. Row 3 once; the others never.
-    assert np.allclose(weight[:, 0], [1, 0.45 - 0.275 - 0.5225, 1, 0.45], rtol=1e-12)
-
-
-def test_an_updater_receives_the_whole_value(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
-    seen: list[Any] = []
-    kv.set_updater(lambda key, received, stored: seen.append(received.copy()))
-    kv.push("a", [ones([1]), ones([1, 2])])
-    assert seen[0][:, 0].tolist() == [0, 2, 1, 0]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2, 3), (0, 3), (6, 0)])
 def test_tables_of_any_shape_and_dtype_are_kept(kv: KVStore, shape: tuple[int, ...], dtype: str) -> None:

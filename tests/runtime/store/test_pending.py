@@ -1,6 +1,6 @@
-"""Errors that nobody waited for, of several calls, and the thread of collective calls.
+"""Errors that nobody waited for, of several calls.
 
-What a store's calls show of them is in tests/runtime/test_kvstore_lifetime.py.
+What a store's calls show of them, and of the thread of collective calls, is in tests/runtime/test_kvstore_lifetime.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import pytest
 
 from distrun_runtime.errors import KVError, PeerLost, TimedOut
 from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late
-
-DEADLINE_S = 60.0
 
 
 def test_of_several_late_errors_the_first_is_raised_and_the_others_are_its_notes() -> None:

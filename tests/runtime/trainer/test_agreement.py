@@ -321,11 +321,3 @@ def test_the_rate_of_a_worker_that_has_joined_is_compared_when_it_is_back() -> N
 
     for said in run_on_store(script):
         assert "learning_rate is 0.25 on worker-0, 0.5 on worker-1" in said
-
-
-def test_without_rounds_the_last_change_of_the_rate_counts() -> None:
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> bool:
-        trainer.set_learning_rate(0.5 * (1 + kv.rank))
-        return trainer.step(1)
-
-    assert run_on_store(script, type_name="dist_async") == [True, True]

@@ -125,16 +125,6 @@ def test_a_second_gradient_before_step_is_refused_by_name(update_on_kvstore: boo
         assert "overlap=False" in text
 
 
-def test_a_second_gradient_is_refused_also_where_the_first_one_waits_for_its_group() -> None:
-    def script(kv: KVStore) -> str:
-        params = parameters()
-        Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
-        params[4].grad = np.ones(12)  # w3 and w4 are a group.
-        return refusal(lambda: backward(params, 1.0))
-
-    assert all("parameter 'w4' got another gradient before step" in text for text in run(script))
-
-
 def test_the_parameters_that_come_last_are_left_to_step() -> None:
     def script(kv: KVStore) -> list[int]:
         params = parameters(3)
@@ -249,17 +239,6 @@ def test_multipliers_that_are_set_after_a_part_was_sent_hold_from_the_next_step_
         return seen
 
     assert run(script) == [[[-1.0, -2.0, -3.0], [-2.0, -4.0, -33.0]]] * 2
-
-
-def test_in_dist_async_gradients_are_sent_at_once_too() -> None:
-    def script(kv: KVStore) -> list[float]:
-        params = parameters()
-        trainer = Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
-        backward(params, 1.0)
-        assert trainer.step()
-        return first(params)
-
-    assert run(script, "dist_async", workers=1) == [[-1.0, -2.0, -3.0, -4.0, -5.0]]
 
 
 def test_a_closed_trainer_sends_nothing_more() -> None:

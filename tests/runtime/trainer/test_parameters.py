@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakearrays import FakeTorch, put
 
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
@@ -188,7 +189,7 @@ def test_masked_arrays_are_refused_as_weight_and_as_gradient() -> None:
 class Tensor:
     """As much of a torch tensor as a trainer uses; numpy gets none of type bfloat16."""
 
-    requires_grad, is_sparse, device, grad = True, False, "cpu", None
+    requires_grad, is_sparse, device, grad, _version = True, False, "cpu", None, 0
 
     def __init__(self, array: np.ndarray, dtype: str) -> None:
         self._array, self.dtype, self.shape = array, dtype, array.shape
@@ -200,6 +201,9 @@ class Tensor:
 
     def view(self, dtype: str) -> Tensor:
         return Tensor(self._array.view(dtype), "torch." + dtype)
+
+    def new_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(np.zeros(shape, self._array.dtype), self.dtype)
 
     def numpy(self) -> np.ndarray:
         if self.dtype == "torch.bfloat16":
@@ -217,6 +221,17 @@ def test_what_looks_like_a_bfloat16_tensor_is_known_by_its_dtypes_name(monkeypat
 def test_a_tensor_has_its_gradient_itself() -> None:
     with pytest.raises(KVError, match=r"has its gradient in \.grad"):
         Parameter(Tensor(ones(3), "torch.float32"), np.ones(3))
+
+
+def test_a_device_without_a_gradient_gets_the_sum_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=lambda tensors: None))  # type: ignore[attr-defined]
+    put(monkeypatch, torch)
+    weights = [Tensor(np.zeros(3, np.float32), "torch.float32") for _ in range(2)]
+    trainer = Trainer([weights], "sgd", {"learning_rate": 1.0}, "device", update_on_kvstore=False)
+    weights[0].grad = Tensor(np.full(3, 2, np.float32), "torch.float32")  # type: ignore[assignment]
+    trainer.allreduce_grads(ignore_stale_grad=True)
+    assert [one.grad.numpy().tolist() for one in weights] == [[2, 2, 2]] * 2  # type: ignore[attr-defined]
 
 
 def test_a_gradient_that_cannot_be_written_is_replaced_not_written() -> None:

@@ -363,11 +363,6 @@ def test_a_distributed_store_without_a_job_is_refused(monkeypatch: pytest.Monkey
         Trainer([zeros_on(1)], "sgd", HALF)
 
 
-def test_an_impossible_wish_is_refused_before_a_job_is_joined() -> None:
-    with pytest.raises(KVError, match="async mode"):
-        Trainer([zeros_on(1)], "sgd", HALF, kvstore="dist_async", update_on_kvstore=False)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -331,18 +331,6 @@ def test_compression_works_through_a_trainer() -> None:
     assert run(script) == [-2 * (0.5 + 0.5) / 4] * 2
 
 
-def test_workers_with_other_parameters_are_told() -> None:
-    def script(kv: KVStore) -> str:
-        with pytest.raises(KVError) as caught:
-            Trainer([Parameter(ones(2 + kv.rank), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "(2,)" in said
-        assert "(3,)" in said
-        assert "worker-1 has parameter 'x' of shape" in said
-
-
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
     def script(kv: KVStore) -> str:
         with pytest.raises(KVError) as caught:
@@ -432,17 +420,6 @@ def test_another_order_of_the_parameters_is_refused_with_both_ranks_and_names(up
         assert "worker-0 has parameter 'body.weight' of shape (3,) float64" in said
         assert "worker-1 has parameter 'head.weight' of shape (3,) float64" in said
         assert "fix: give the parameters in the same order on all workers" in said
-
-
-def test_an_array_that_only_one_worker_calls_by_a_name_is_refused() -> None:
-    def script(kv: KVStore) -> str:
-        one = Parameter(np.zeros(3), name="" if kv.rank else "x")
-        with pytest.raises(KVError) as caught:
-            Trainer([one], "sgd", kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "parameter 'x'" in said
 
 
 # --- trainers with different rules, and trainers that are made after an error
