@@ -240,25 +240,6 @@ def test_output_of_both_streams_arrives_whole(way: Mapping[str, str]) -> None:
         assert (exited["out"], exited["err"]) == (2_100_000, 299_700)
 
 
-def test_task_never_waits_for_a_launcher_that_takes_nothing() -> None:
-    size = 20_000_000
-    with agent(python("import os\nfor i in range(200): os.write(1, b'%05d' % i * 20000)")) as driver:
-        driver.acks = False
-        driver.begin()
-        driver.spawn()
-        exited = driver.wait("exited").header
-        assert exited["out"] == size
-        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
-        for _ in range(5):
-            driver.hear(0.05)
-        assert len(driver.text()) == 1024 * 1024, "at most the window is in flight without acknowledgement"
-        driver.acks = True
-        driver.say("ack", task="worker-0", stream="out", offset=1024 * 1024)
-        driver.hear_until(lambda: len(driver.text()) == size, "the rest of the output")
-        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(200))
-        assert driver.finish() == 0
-
-
 def test_end_hands_over_all_output_even_without_acknowledgements() -> None:
     with agent(python("import os; os.write(1, b'x' * 5_000_000)")) as driver:
         driver.acks = False
@@ -275,25 +256,6 @@ def test_output_of_an_escaped_child_still_arrives_after_the_task_ended() -> None
         driver.spawn()
         assert driver.exited()["code"] == 0
         driver.hear_until(lambda: driver.text() == b"early\nlate\n", "the child's words")
-
-
-@on_linux
-def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
-    code = "import os\nfor i in range(60): os.write(1, b'%05d' % i * 20000)"
-    with agent(python(code)) as driver:
-        driver.acks = False
-        driver.begin()
-        # A folder without spool is a disk that takes nothing, for root as well.
-        os.rmdir(os.path.join(share.folders_of(driver.job)[0], "spool"))
-        driver.spawn()
-        warning = driver.wait("warning").header
-        assert "disk" in str(warning["text"])
-        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
-        driver.acks = True
-        driver.say("ack", task="worker-0", stream="out", offset=len(driver.text()))
-        assert driver.exited()["code"] == 0
-        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(60))
-        assert not any(frame.type == "warning" for frame in driver.frames)
 
 
 # Facts

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 from hostlab import Options, Process
-from lab import Site, wait_until
+from lab import Running, Site, wait_until
 from labjob import AGENT, ESCAPES, EVERYWHERE, LIMIT_S, OBEYS, SHORT, WHEN_TOLD, Job, nothing_stays
 
 # Tasks.
@@ -423,20 +423,22 @@ def test_a_host_whose_disk_is_full_from_the_start_is_told(lab: Site) -> None:
     lab["h2"].exec("rm", "-f", "/tmp/full", "/run/full", "/root/full")
 
 
+OPENS = (
+    "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
+    "kv.init('w', np.zeros(4)); out = np.zeros(4);"
+)
+
+
+def training(lab: Site, code: str, *words: str) -> Running:
+    """Start a job on two hosts whose workers open a store and run this."""
+    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % (OPENS + code))
+    words = ("-H", lab.hosts_file("h1", "h2"), "--python", sys.executable, *words)
+    return lab.start("launch", *words, script, cwd=EVERYWHERE)
+
+
 def test_two_jobs_with_servers_on_the_same_hosts_both_end_well(lab: Site) -> None:
-    code = (
-        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
-        "kv.init('w', np.zeros(4)); print('up', flush=True); kv.push('w', np.ones(4)); out = np.zeros(4);"
-        "kv.pull('w', out=out); assert out[0] == 2, out; kv.barrier()"
-    )
-    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
-    jobs = [
-        lab.start(
-            *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "2", "--python", sys.executable, script),
-            cwd=EVERYWHERE,
-        )
-        for _ in range(2)
-    ]
+    code = "kv.push('w', np.ones(4)); kv.pull('w', out=out); assert out[0] == 2, out; kv.barrier()"
+    jobs = [training(lab, code, "-n", "2", "-s", "2") for _ in range(2)]
     assert [job.wait(LIMIT_S) for job in jobs] == [0, 0], "\n".join(job.err + job.out for job in jobs)
     nothing_stays(lab)
 
@@ -446,18 +448,9 @@ def test_nodes_of_two_hosts_talk_by_tcp_of_their_own_where_the_range_of_ports_ha
     lab: Site, is_narrow: bool
 ) -> None:
     """A second port never takes the place of the first one of another node."""
-    code = (
-        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
-        "kv.init('w', np.zeros(4)); out = np.zeros(4);"
-        "[kv.pushpull('w', np.ones(4), out=out) for _ in range(300)]; assert out[0] == 2, out; kv.barrier()"
-    )
-    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
+    code = "[kv.pushpull('w', np.ones(4), out=out) for _ in range(300)]; assert out[0] == 2, out; kv.barrier()"
     ports = ("--port-range", "41000-41002" if is_narrow else "41000-41003")
-    job = lab.start(
-        *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "1", *ports, "--env", "PS_VERBOSE=1"),
-        *("--python", sys.executable, script),
-        cwd=EVERYWHERE,
-    )
+    job = training(lab, code, "-n", "2", "-s", "1", *ports, "--env", "PS_VERBOSE=1")
     assert job.wait(LIMIT_S) == 0, job.err + job.out
     far = [line for line in job.err.splitlines() if re.match(r"worker-.@h2 ", line)]
     paths = set(re.findall(r"event=path link=server-0 path=(tcp|unix|zeromq)", "\n".join(far)))
@@ -467,16 +460,10 @@ def test_nodes_of_two_hosts_talk_by_tcp_of_their_own_where_the_range_of_ports_ha
 
 def test_a_host_with_several_workers_and_no_server_gets_one_that_adds_for_them(lab: Site) -> None:
     code = (
-        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
-        "kv.init('w', np.zeros(4)); out = np.zeros(4);"
         "[kv.pushpull('w', np.ones(4), out=out) for _ in range(3)]; assert out[0] == 4, out; kv.barrier();"
         "print(*sorted(each['host'] for each in kv.stats()), [each['keys'] for each in kv.stats()])"
     )
-    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
-    job = lab.start(
-        *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "4", "-s", "1", "--python", sys.executable, script),
-        cwd=EVERYWHERE,
-    )
+    job = training(lab, code, "-n", "4", "-s", "1")
     assert job.wait(LIMIT_S) == 0, job.err + job.out
     assert job.out.count("| h1 h2 [1, 0]") == 4, job.out
     nothing_stays(lab)

@@ -217,12 +217,6 @@ class Host:
                     continue
             seen |= new
 
-    def sigstop(self) -> None:
-        """Stop all its processes by signal; who entered from outside has stopped, too, when this returns."""
-        self.signal(signal.SIGSTOP)
-        # nsenter(1) stops itself some time after its child. One that did so after `sigcont` would stay stopped.
-        wait_until(lambda: set(self._entries().values()) <= {"T"}, BOOT_S, "who entered %s has stopped" % self.name)
-
     def sigcont(self) -> None:
         """Let them go on."""
         self.signal(signal.SIGCONT)
