@@ -374,16 +374,6 @@ def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
         assert driver.exited()["code"] == 0
 
 
-def test_second_agent_of_the_same_job_and_host_is_refused() -> None:
-    with agent(shell("true")) as first:
-        first.begin()
-        with agent(shell("true"), job=first.job) as second:
-            answer = second.begin()
-            assert answer.type == "refused"
-            assert "already has an agent" in str(answer.header["reason"])
-        assert share.folders_of(first.job), "the first one's folder stays"
-
-
 # The end of everything
 
 
@@ -493,14 +483,6 @@ def test_deaf_task_is_asked_first_and_killed_after_the_grace_time(way: Mapping[s
         assert driver.wait("cleared").header["left"] == []
 
 
-def test_harsher_stop_replaces_the_one_before() -> None:
-    with agent(python(DEAF)) as driver:
-        run(driver)
-        driver.stop("worker-0", steps=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
-        driver.stop("worker-0", steps=[("KILL", 0)])
-        assert driver.exited()["signal"] == "KILL"
-
-
 def test_task_that_ended_before_we_spoke_was_not_stopped_by_us() -> None:
     with agent(shell("read x < /dev/zero; exit 4", cwd="/"), shell("echo ready; sleep 600", "worker-1")) as driver:
         run(driver, "worker-1")
@@ -564,17 +546,6 @@ def test_a_signal_that_comes_here_and_from_the_coordinator_is_given_once_and_tol
             for name in ("worker-0", "worker-1"):
                 driver.hear_until(lambda name=name, words=words: driver.text(name) == words, "it got it once")
         driver.finish()
-
-
-def test_stop_ends_what_an_ended_task_left_behind() -> None:
-    with agent(shell("setsid sleep 600 & nohup sleep 601 & echo bye")) as driver:
-        driver.begin()
-        driver.spawn()
-        assert driver.exited()["code"] == 0
-        poll(lambda: len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop")
-        driver.stop("worker-0", steps=[("TERM", 1.0), ("KILL", 0)])
-        assert driver.wait("cleared").header["left"] == []
-        assert driver.leftovers() == []
 
 
 def test_stopping_one_task_leaves_the_others_and_their_helpers_alone() -> None:
@@ -688,14 +659,3 @@ def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
         assert report.left == []
         assert b"gently" in driver.text() or driver.exited()
         assert driver.child.wait(agentkit.WAIT_S) == 143
-
-
-@on_linux
-def test_sweep_ends_a_frozen_agent_too() -> None:
-    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
-        run(driver)
-        os.kill(driver.agent_pid(), signal.SIGSTOP)
-        report = stopping.sweep(driver.job, 0.3)
-        assert report.left == []
-        assert driver.leftovers() == []
-        assert driver.child.wait(agentkit.WAIT_S) != 0

@@ -151,14 +151,6 @@ def test_delete_removes_what_only_the_host_has_but_for_what_patterns_leave_out(r
     assert run.found == {"hello", "old/a.ckpt", "a.ckpt", "logs/1", "hello.pyc", "keep/you"}
 
 
-def test_without_delete_what_only_the_host_has_stays(run: Run) -> None:
-    run.dst.mkdir()
-    (run.dst / "mine").write_text("mine")
-    assert run().exit_code == 0
-    assert run.found == {"hello", "mine"}
-    assert not (run.dst / MARKER).exists()
-
-
 def test_nothing_is_copied_onto_the_source_itself_not_even_where_its_identity_says_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

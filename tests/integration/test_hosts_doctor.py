@@ -202,24 +202,6 @@ def test_fix_makes_what_servers_need_and_a_launch_then_uses_it(fresh: Site) -> N
     assert "/root/.local/share/distrun/servers/python3." in done.err
 
 
-def test_a_host_where_it_cannot_be_made_says_why_and_the_others_get_theirs(fresh: Site) -> None:
-    lab = fresh
-    give_wheels(lab, "h1")
-    give_wheels(lab, "h2")
-    for wheel in (lab["h2"].root / "root" / "wheels").iterdir():
-        wheel.unlink()
-    hosts = lab.hosts_file("h1", "h2")
-    done = lab.distrun("doctor", "-H", hosts, "--fix", "-y", "--json", *TIMES, cwd=ROOT)
-    assert done.code == 3
-    one, other = json.loads(done.out)["made"]
-    assert (one["host"], one["is_made"]) == ("h1", True)
-    assert (other["host"], other["is_made"]) == ("h2", False)
-    assert "pip failed:\nERROR: " in other["text"]
-    assert "package index" in other["fix"]
-    assert "ssh h2 '" in other["fix"]
-    assert list((lab["h2"].root / "root/.local/share/distrun/servers").iterdir()) == []
-
-
 def test_the_doctor_activates_what_a_launch_would(lab: Site) -> None:
     venv = sys.prefix
     value = json.loads(lab.distrun("doctor", "--hosts", "h1", "--json", "--activate", "venv:" + venv, *TIMES).out)

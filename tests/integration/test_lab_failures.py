@@ -6,9 +6,7 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -467,31 +465,3 @@ def test_a_host_with_several_workers_and_no_server_gets_one_that_adds_for_them(l
     assert job.wait(LIMIT_S) == 0, job.err + job.out
     assert job.out.count("| h1 h2 [1, 0]") == 4, job.out
     nothing_stays(lab)
-
-
-# Secrets.
-
-
-def test_a_secret_is_on_no_command_line_and_in_no_file_of_any_host(lab: Site) -> None:
-    secret = "hunter2-%d-of-the-lab" % time.monotonic_ns()
-    script = 'echo up; [ -n "$LAB_API_TOKEN" ] && echo right; until [ -e /tmp/go ]; do sleep 0.05; done'
-    words = ("--env", "LAB_API_TOKEN", "-s", "1", "--python", sys.executable)
-    seen: set[Process] = set()
-    names = ("LAB_API_TOKEN", "MXNET_PASSWORD", "PS_SOMETHING", "AWS_SECRET_ACCESS_KEY")
-    job = Job(lab, script, *words, env=dict.fromkeys(names, secret), hosts=["h1", "h2", "h3"])
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
-        seen |= set(lab.processes())
-        time.sleep(0.05)
-    assert len({process.host for process in seen}) >= 4
-    assert [str(process) for process in seen if secret.encode() in process.command] == []
-    files = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l '%s' {} +" % secret
-    for host in ("h1", "h2", "h3"):
-        found = lab[host].exec("sh", "-c", files, check=False)
-        assert found == "", found
-    job.go("h1", "h2", "h3")
-    assert job.ends() == 0, job.err
-    assert job.out.count("| right") == 2
-    here = ["grep", "-rl", secret, str(lab.home_folder), lab.cache]
-    assert subprocess.run(here, capture_output=True, check=False).stdout == b""
-    assert secret not in job.out + job.err

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wheels
 from hostlab import Options, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, skip, wait_until
 
@@ -169,16 +168,6 @@ def test_two_launchers_at_once_and_a_killed_one_do_not_disturb_each_other(home: 
     assert home.distrun("wait", detached.out.strip()).code == 0
 
 
-def test_kill_on_hosts_ends_a_job_once(home: SharedHome) -> None:
-    job = home.launched("sleep", "600")
-    seen = home.distrun("kill", "--dry-run", "-H", home.hosts_file())
-    assert job in seen.out
-    ended = home.distrun("kill", "-y", "-H", home.hosts_file())
-    assert ended.code == 0, ended.err
-    assert not home.marked()
-    assert home.distrun("wait", job).code != 0
-
-
 def test_gc_on_one_host_leaves_what_runs_on_another(home: SharedHome) -> None:
     runs = home.launched("bash", "-c", WAITS)
     assert home.distrun("launch", "--detach", *two(home), "true").code == 0
@@ -210,23 +199,6 @@ def test_a_folder_below_the_home_is_copied_to_once_for_all_hosts(home: SharedHom
     rows = json.loads(again.out)["hosts"]
     assert sorted(row["files"] for row in rows) == [0, 0, 1]
     assert len({row["shared"] or row["host"] for row in rows}) == 1
-
-
-def test_fix_makes_one_environment_for_all_hosts(home: SharedHome) -> None:
-    wheels.make(home.outer_home / "wheels")
-    config = home.outer_home / ".config" / "pip" / "pip.conf"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text("[install]\nno-index = true\nfind-links = %s\n" % (home.home / "wheels"))
-    hosts = home.hosts_file()
-    words = ("doctor", "-H", hosts, "--python", "/usr/bin/python3", "--connect-timeout", "8")
-    made = home.distrun(*words, "--fix", "-y")
-    assert made.code == 0, made
-    assert "made on h[1-3]: " in made.out
-    assert made.err.count("making a virtual environment") == 1
-    assert made.err.count(", which has the same folder and makes it there") == 2
-    launch = ("launch", "-H", hosts, "-n", "3", "-s", "3", "--python", "/usr/bin/python3")
-    done = home.distrun(*launch, "hostname")
-    assert done.code == 0, done.err
 
 
 def test_a_detached_job_that_a_host_of_its_own_launches_has_one_folder(home: SharedHome) -> None:

@@ -223,14 +223,6 @@ def test_a_host_that_takes_the_connection_and_says_nothing_is_a_timeout(transpor
     assert "within 1 s" in event.reason
 
 
-def test_a_host_that_stops_in_the_middle_of_the_key_exchange_is_a_timeout(tmp_path: Path) -> None:
-    deaf = Deaf(b"SSH-2.0-OpenSSH_9.2\r\n")
-    (tmp_path / "config").write_text("")
-    event = meet(Target("127.0.0.1", port=deaf.port, config=str(tmp_path / "config"), connect_s=1.0))
-    deaf.close()
-    assert event.kind == "timeout"
-
-
 @both
 def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transport: str) -> None:
     sshd.authorized.write_text(

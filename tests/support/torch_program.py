@@ -131,19 +131,6 @@ def sparse_gradients_of_an_embedding_travel_as_rows() -> None:
             torch.testing.assert_close(change, torch.tensor([0.0, 1, 1, 2, 0]))
 
 
-def sparse_gradients_work_alone_and_on_replicas() -> None:
-    for count in (1, 2):
-        nets = [nn.Embedding(5, 2, sparse=True) for _ in range(count)]
-        before = nets[0].weight.detach().clone()
-        trainer = Trainer([[net.weight for net in nets]], "sgd", {"learning_rate": 1.0}, kvstore="local")
-        assert trainer.update_on_kvstore is (count == 2)
-        for net in nets:
-            net(torch.tensor([1, 3, 3])).sum().backward()
-        trainer.step(count)
-        for net in nets:
-            torch.testing.assert_close((before - net.weight.detach())[:, 0], torch.tensor([0.0, 1, 0, 2, 0]))
-
-
 def a_gradient_that_was_used_is_not_used_again() -> None:
     net = network()
     trainer = Trainer(net.named_parameters(), "sgd", SGD, kvstore=None)
@@ -628,19 +615,6 @@ def overlap_trains_to_the_same_weights() -> None:
                     job.run(script)
                 for net in (net for mine in nets for net in mine):
                     agree(net, reference())
-
-
-def overlap_refuses_a_second_backward_before_step() -> None:
-    def script(kv, net, trainer):
-        net(torch.ones(1, 3)).sum().backward()
-        text = said(lambda: net(torch.ones(1, 3)).sum().backward())
-        assert "got another gradient before step" in text, text
-        trainer.step()
-        net(torch.ones(1, 3)).sum().backward()
-        trainer.step()
-
-    for _ in jobs(script, overlap=True):
-        pass
 
 
 def overlap_hears_of_weights_that_were_changed_before_backward() -> None:

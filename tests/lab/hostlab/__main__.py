@@ -24,7 +24,6 @@ VERBS = (
         "kill",
         "poweroff",
         "boot",
-        "rekey",
         "restart_sshd",
         "kill_sessions",
         "ps",
@@ -56,7 +55,6 @@ verbs (peers: h1 h2 ... launcher):
   kill                      end all processes: peers hear of it
   poweroff                  cut cable and power: peers hear nothing
   boot                      start again, with empty disks
-  rekey                     boot with another host key
   restart_sshd | kill_sessions
   mem MB | cpu PERCENT | pids N    small means
   disk MB [DIR]             leave only MB free in /tmp, or DIR

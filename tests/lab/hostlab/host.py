@@ -263,14 +263,6 @@ class Host:
         self.lab.inside(*boot_argv(self.name))
         self.wait_up()
 
-    def rekey(self) -> None:
-        """Give it another host key (until the lab ends) and boot it."""
-        self.touched = True
-        key = layout.STATE / "hosts.d" / self.name / "key"
-        make = "rm -f %s; exec ssh-keygen -q -t ed25519 -N '' -C lab -f %s" % (key, key)
-        self.lab.inside("sh", "-c", make)
-        self.boot(self.options)
-
     def wait_up(self) -> None:
         """Wait until its sshd listens; LabError with its words if it does not."""
         with contextlib.suppress(LabError):
