@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -28,7 +27,6 @@ from distrun.jobs import Job
 from distrun.ssh import connector
 from distrun_runtime.agent import query
 from distrun_runtime.contract import facts, session
-from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -247,36 +245,6 @@ def test_a_login_that_works_is_tried_where_a_host_cannot_be_asked(
     assert caught.value.hint == "try: ssh -p 2222 ann@d1 true; or type this command on d1"
 
 
-class Pieces:
-    """What a host sends. `late`: the first piece, for ever."""
-
-    def __init__(self, *pieces: AnswerPiece, is_endless: bool = False) -> None:
-        self.pieces = list(pieces)
-        self.is_endless = is_endless
-
-    def next(self, limit_s: float = math.inf) -> AnswerPiece | None:
-        if self.is_endless:
-            return self.pieces[0] if limit_s > 0 else None
-        return self.pieces.pop(0) if self.pieces else None
-
-
-def piece(job: str, data: bytes, left: int, name: str = "state.json") -> AnswerPiece:
-    return AnswerPiece("d1", 1, job, name, data, left)
-
-
-def test_a_file_that_never_ends_is_given_up_when_the_time_is_over() -> None:
-    first = piece("job-a", b"", 5)
-    with pytest.raises(remote_jobs.NotAsked, match=r"state\.json did not come whole: it took too long"):
-        list(remote_jobs.content(Pieces(first, is_endless=True), first, until=time.monotonic() + 0.2))  # type: ignore[arg-type]
-
-
-def test_a_file_is_not_completed_by_that_of_another_job() -> None:
-    first = piece("job-a", b'{"a":', 5)
-    rest = Pieces(piece("job-b", b"{}", 0))
-    with pytest.raises(remote_jobs.NotAsked, match="did not come whole"):
-        list(remote_jobs.content(rest, first))  # type: ignore[arg-type]
-
-
 def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_lost(
     folder: JobFolder, tmp_path: Path
 ) -> None:
@@ -332,17 +300,6 @@ def theirs(tmp_path: Path, folder: JobFolder) -> str:
     return str(made)
 
 
-def test_a_state_is_fetched_also_from_a_host_that_drops_connections(
-    folder: JobFolder, ssh: FakeSsh, tmp_path: Path
-) -> None:
-    there = theirs(tmp_path, folder)
-    (folder.path / "state.json").write_text("older")
-    place(folder, ssh.fails(2), theirs=there)
-    assert remote_jobs.refreshed(folder) == ""
-    assert (folder.path / "state.json").read_bytes() == Path(there, "state.json").read_bytes()
-    assert len(ssh.calls) == 3
-
-
 def test_a_fetched_state_that_cannot_be_written_here_is_no_failure_of_ssh(
     folder: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,12 +325,6 @@ def test_hosts_that_share_the_folder_fetch_into_files_of_different_names(
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         remote_jobs.save(folder, "state.json", 0.0, [b"{}"])
     assert len(used) == 2
-
-
-def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    place(folder, HERE, theirs=str(tmp_path / "empty"))
-    assert "host d1 cannot be asked: it has no state of this job" in remote_jobs.refreshed(folder)
 
 
 @pytest.mark.parametrize("count", [0, 2])

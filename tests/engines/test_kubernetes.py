@@ -284,16 +284,6 @@ def test_a_job_that_someone_else_deletes_is_told(kind: str, deleted: str, lab: P
     lab.nothing_stays()
 
 
-@who_deletes
-def test_a_waiting_job_that_someone_else_deletes_is_told(kind: str, deleted: str, lab: PodSite) -> None:
-    running = lab.begin_launch(*SHORT, "-n", "1", "-s", "0", "--worker-cores", "64", STAY)
-    wait_until(lambda: "Insufficient" in running.err, 30, "it waits")
-    lab.cluster.kubectl("delete", deleted, "--all", "--wait=false")
-    assert running.wait() == 143, running.err
-    assert "deleted by someone else" in running.err
-    lab.nothing_stays()
-
-
 def test_an_image_that_cannot_be_pulled_ends_the_job_when_kubernetes_pauses_before_the_next_attempt(
     lab: PodSite,
 ) -> None:

@@ -275,18 +275,6 @@ def test_inside_an_allocation_nothing_is_submitted_and_only_the_step_ends(lab: S
     lab.nothing_stays()
 
 
-def test_more_tasks_than_an_allocation_has_processors_are_told_and_run(lab: SlurmSite) -> None:
-    launch = (sys.executable, "-m", "distrun", "launch", "--launcher", "slurm", "-n", "5", "-s", "0")
-    done = lab.run("salloc", "-n2", *launch, "hostname", env=lab.env(), cwd=Path("/tmp"))
-    assert done.code == 0, done.err
-    assert re.search(r"has 2 processors, and 5 worker want 5: they share them .*--oversubscribe", done.err)
-    assert len(re.findall(r"worker-\d@h\d \| h\d", done.out)) == 5
-    refused = lab.run("salloc", "-n2", *launch, "--worker-cores", "1", "hostname", env=lab.env(), cwd=Path("/tmp"))
-    assert "no room for worker-2" in refused.err
-    assert refused.code == 2, refused.err
-    lab.nothing_stays()
-
-
 def len_of(ids: str) -> int:
     """How many processors `0-1,4` names."""
     return sum(int(b or a) - int(a) + 1 for a, _, b in (each.partition("-") for each in ids.split(",")))

@@ -240,25 +240,6 @@ def test_output_of_both_streams_arrives_whole(way: Mapping[str, str]) -> None:
         assert (exited["out"], exited["err"]) == (2_100_000, 299_700)
 
 
-def test_task_never_waits_for_a_launcher_that_takes_nothing() -> None:
-    size = 20_000_000
-    with agent(python("import os\nfor i in range(200): os.write(1, b'%05d' % i * 20000)")) as driver:
-        driver.acks = False
-        driver.begin()
-        driver.spawn()
-        exited = driver.wait("exited").header
-        assert exited["out"] == size
-        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
-        for _ in range(5):
-            driver.hear(0.05)
-        assert len(driver.text()) == 1024 * 1024, "at most the window is in flight without acknowledgement"
-        driver.acks = True
-        driver.say("ack", task="worker-0", stream="out", offset=1024 * 1024)
-        driver.hear_until(lambda: len(driver.text()) == size, "the rest of the output")
-        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(200))
-        assert driver.finish() == 0
-
-
 def test_end_hands_over_all_output_even_without_acknowledgements() -> None:
     with agent(python("import os; os.write(1, b'x' * 5_000_000)")) as driver:
         driver.acks = False
@@ -275,25 +256,6 @@ def test_output_of_an_escaped_child_still_arrives_after_the_task_ended() -> None
         driver.spawn()
         assert driver.exited()["code"] == 0
         driver.hear_until(lambda: driver.text() == b"early\nlate\n", "the child's words")
-
-
-@on_linux
-def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
-    code = "import os\nfor i in range(60): os.write(1, b'%05d' % i * 20000)"
-    with agent(python(code)) as driver:
-        driver.acks = False
-        driver.begin()
-        # A folder without spool is a disk that takes nothing, for root as well.
-        os.rmdir(os.path.join(share.folders_of(driver.job)[0], "spool"))
-        driver.spawn()
-        warning = driver.wait("warning").header
-        assert "disk" in str(warning["text"])
-        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
-        driver.acks = True
-        driver.say("ack", task="worker-0", stream="out", offset=len(driver.text()))
-        assert driver.exited()["code"] == 0
-        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(60))
-        assert not any(frame.type == "warning" for frame in driver.frames)
 
 
 # Facts
@@ -412,16 +374,6 @@ def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
         assert driver.exited()["code"] == 0
 
 
-def test_second_agent_of_the_same_job_and_host_is_refused() -> None:
-    with agent(shell("true")) as first:
-        first.begin()
-        with agent(shell("true"), job=first.job) as second:
-            answer = second.begin()
-            assert answer.type == "refused"
-            assert "already has an agent" in str(answer.header["reason"])
-        assert share.folders_of(first.job), "the first one's folder stays"
-
-
 # The end of everything
 
 
@@ -531,14 +483,6 @@ def test_deaf_task_is_asked_first_and_killed_after_the_grace_time(way: Mapping[s
         assert driver.wait("cleared").header["left"] == []
 
 
-def test_harsher_stop_replaces_the_one_before() -> None:
-    with agent(python(DEAF)) as driver:
-        run(driver)
-        driver.stop("worker-0", steps=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
-        driver.stop("worker-0", steps=[("KILL", 0)])
-        assert driver.exited()["signal"] == "KILL"
-
-
 def test_task_that_ended_before_we_spoke_was_not_stopped_by_us() -> None:
     with agent(shell("read x < /dev/zero; exit 4", cwd="/"), shell("echo ready; sleep 600", "worker-1")) as driver:
         run(driver, "worker-1")
@@ -602,17 +546,6 @@ def test_a_signal_that_comes_here_and_from_the_coordinator_is_given_once_and_tol
             for name in ("worker-0", "worker-1"):
                 driver.hear_until(lambda name=name, words=words: driver.text(name) == words, "it got it once")
         driver.finish()
-
-
-def test_stop_ends_what_an_ended_task_left_behind() -> None:
-    with agent(shell("setsid sleep 600 & nohup sleep 601 & echo bye")) as driver:
-        driver.begin()
-        driver.spawn()
-        assert driver.exited()["code"] == 0
-        poll(lambda: len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop")
-        driver.stop("worker-0", steps=[("TERM", 1.0), ("KILL", 0)])
-        assert driver.wait("cleared").header["left"] == []
-        assert driver.leftovers() == []
 
 
 def test_stopping_one_task_leaves_the_others_and_their_helpers_alone() -> None:
@@ -726,14 +659,3 @@ def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
         assert report.left == []
         assert b"gently" in driver.text() or driver.exited()
         assert driver.child.wait(agentkit.WAIT_S) == 143
-
-
-@on_linux
-def test_sweep_ends_a_frozen_agent_too() -> None:
-    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
-        run(driver)
-        os.kill(driver.agent_pid(), signal.SIGSTOP)
-        report = stopping.sweep(driver.job, 0.3)
-        assert report.left == []
-        assert driver.leftovers() == []
-        assert driver.child.wait(agentkit.WAIT_S) != 0

@@ -249,24 +249,11 @@ def test_an_agent_settles_after_it_got_ready_and_once() -> None:
         assert "`settle` was ignored" in str(driver.wait("warning").header["text"])
 
 
-def test_an_activation_runs_in_the_folder_of_the_tasks(tmp_path: Path) -> None:
-    with agent(task(["bash", "-c", "echo $A"], cwd=str(tmp_path))) as driver:
-        assert change(driver, activate="export A=$PWD").begin().type == "ready"
-        assert run(driver) == "%s\n" % tmp_path
-
-
 # Interpreters
 
 
 def needing(*needs: str, argv0: str = sys.executable) -> Task:
     return task([argv0, "-c", "pass"], needs=needs)
-
-
-def test_an_interpreter_that_can_import_what_is_needed_is_told_with_its_version() -> None:
-    with agent(needing("json", "sqlite3")) as driver:
-        ready = driver.begin()
-        version = ".".join(str(part) for part in sys.version_info[:3])
-        assert ready.header["python"] == {sys.executable: "%s %s" % (version, sys.executable)}
 
 
 def test_missing_modules_are_named_with_host_interpreter_and_the_line_to_type() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -119,17 +118,6 @@ def control_clients(distrun: Distrun) -> list[str]:
     path = control(distrun)["path"]
     table = Path("/proc/net/unix").read_text().splitlines()
     return [line for line in table if line.endswith(path) and line.split()[5] == "03"]
-
-
-def test_it_shows_the_last_lines_first(distrun: Distrun) -> None:
-    launch, job = begin(distrun, f"for i in $(seq 100); do echo line $i; done; echo up; {GO}; echo over")
-    attached = distrun.start("attach", "--tail", "2", job, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    first = attached.stdout.readline() + attached.stdout.readline()
-    go(distrun)
-    out, err = attached.communicate(timeout=LIMIT_S)
-    assert f"all that it printed before: distrun logs --merge {job}" in err.decode()
-    assert (first + out).count(b"\n") == 4  # two from before, and the last word of each worker
-    assert attached.returncode == launch.wait(LIMIT_S) == 0
 
 
 def test_without_a_terminal_ctrl_c_detaches(distrun: Distrun) -> None:
@@ -258,23 +246,6 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     terminal.ends()
     assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
     assert launch.wait(LIMIT_S) == 0
-
-
-def test_the_terminal_that_launched_a_job_goes_on_where_it_stood(distrun: Distrun) -> None:
-    launch = shlex.join(distrun.argv("launch", "--launcher", "local", "--name", "demo", "-n", "2", "-s", "0"))
-    text = f"echo up; until [ -e more ]; do sleep 0.02; done; echo more; {GO}; echo over"
-    script = distrun.work / "launch.sh"
-    attach = shlex.join(distrun.argv("attach", "demo"))
-    script.write_text(f"{launch} bash -c '{text}'; echo left $?; touch more; {attach}; echo ended $?\n")
-    terminal = Terminal(distrun, argv=["bash", str(script)])
-    terminal.expect("| up", 2)
-    assert distrun.run("detach", "demo").returncode == 0
-    terminal.expect("left 0")
-    terminal.expect("| more", 2)
-    go(distrun)
-    terminal.expect("ended 0")
-    terminal.ends()
-    assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
 
 
 def test_a_job_that_is_over_says_so_and_gives_its_code(distrun: Distrun) -> None:
@@ -446,22 +417,6 @@ def test_attach_and_wait_say_what_to_type_when_the_coordinator_is_lost(distrun: 
     assert distrun.run("attach", job).returncode == 143
 
 
-def test_a_coordinator_that_is_stopped_is_named(distrun: Distrun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun import client
-    from distrun_runtime.coordinator.jobfolder import JobFolder
-
-    monkeypatch.setattr(client, "ANSWER_S", 0.3)
-    job = detached(distrun)
-    pid = control(distrun)["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: process.table([pid])[0].state == "T", LIMIT_S)
-    with pytest.raises(client.CoordinatorLost, match=f"does not answer within 0.3 s; is it stopped .*-p {pid}"):
-        client.connect(JobFolder(distrun.job))
-    os.kill(pid, signal.SIGCONT)
-    go(distrun)
-    assert distrun.run("wait", job).returncode == 0
-
-
 def test_a_control_socket_that_was_removed_is_named_and_kill_does_without_it(distrun: Distrun) -> None:
     job = detached(distrun)
     path = control(distrun)["path"]
@@ -472,17 +427,6 @@ def test_a_control_socket_that_was_removed_is_named_and_kill_does_without_it(dis
     assert f"distrun kill {job}" in done.stderr.decode()
     assert distrun.run("kill", job).returncode == 0
     assert (distrun.state()["state"], distrun.state()["message"]) == ("killed", "stopped by distrun kill")
-
-
-# ---------------------------------------------------------------------- kill
-
-
-def test_kill_without_a_control_socket_sends_a_signal(distrun: Distrun) -> None:
-    launch, job = begin(distrun)
-    (distrun.job / "control.json").unlink()
-    assert distrun.run("kill", job).returncode == 0
-    assert launch.wait(LIMIT_S) == 143
-    assert distrun.state()["message"] == "stopped by distrun kill"
 
 
 # ---------------------------------------------------------------------- from another machine
@@ -505,21 +449,6 @@ def move_away(distrun: Distrun) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
 
 
-def test_a_job_of_another_machine_is_followed_by_an_agent_there(distrun: Distrun) -> None:
-    job = detached(distrun, FAILS)
-    move_away(distrun)
-    env = ssh_stand_in(distrun)
-    attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE, env=env)
-    attached.stdout.readline()
-    go(distrun)
-    out, _ = attached.communicate(timeout=LIMIT_S)
-    assert attached.returncode == 3
-    assert out.count(b"over") == 2
-    asked = (distrun.home / "asked").read_text()
-    assert "-o BatchMode=yes" in asked
-    assert " -- elsewhere " in asked
-
-
 def test_ctrl_c_on_a_terminal_does_not_end_the_agent_there(distrun: Distrun) -> None:
     job = detached(distrun)
     move_away(distrun)
@@ -531,33 +460,3 @@ def test_ctrl_c_on_a_terminal_does_not_end_the_agent_there(distrun: Distrun) -> 
     go(distrun)
     assert terminal.ends() == 0
     assert terminal.shown.count("| over") == 2
-
-
-def test_a_machine_that_cannot_be_asked_is_told_from_a_coordinator_that_is_gone_there(distrun: Distrun) -> None:
-    job = detached(distrun)
-    move_away(distrun)
-    done = distrun.run("attach", job, env=ssh_stand_in(distrun, "echo no; exit 255"))
-    assert done.returncode == 7
-    assert "its coordinator is on elsewhere, which cannot be asked: " in done.stderr.decode()
-    (distrun.home / "bin" / "ssh").unlink()
-    (distrun.home / "bin").rmdir()
-    os.unlink(control(distrun)["path"])
-    done = distrun.run("attach", job, env=ssh_stand_in(distrun))
-    assert done.returncode == 7
-    assert "on elsewhere) is gone" in done.stderr.decode()
-    go(distrun)
-    wait_until(lambda: is_over(distrun), LIMIT_S)
-
-
-def test_a_job_of_another_machine_is_stopped_by_an_agent_there(distrun: Distrun) -> None:
-    job = detached(distrun)
-    move_away(distrun)
-    path = distrun.job / "launcher.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
-    refused = distrun.run("kill", job, env={"PATH": "/nowhere"})
-    assert refused.returncode == 2
-    assert f"job {job} was launched on elsewhere" in refused.stderr.decode()
-    done = distrun.run("kill", job, env=ssh_stand_in(distrun))
-    assert done.returncode == 0, done.stderr.decode()
-    assert f"{job}: asked its coordinator on elsewhere to stop the job" in done.stdout.decode()
-    assert distrun.run("wait", job).returncode == 143

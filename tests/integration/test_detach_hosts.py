@@ -131,13 +131,6 @@ def test_agents_that_cannot_reach_the_coordinator_end_the_job_before_any_task(la
     wait_until(lambda: not lab.marked(), LIMIT_S, "the agents do not dial any more")
 
 
-def test_a_command_that_is_not_there_ends_a_detached_launch_with_its_code_and_report(lab: Site) -> None:
-    done = lab.distrun("launch", "--detach", *words(lab, "h1", "h2"), "/nowhere/at-all", cwd=Path("/tmp"))
-    assert done.code == 127, done.err
-    assert not done.out
-    assert "command not found: /nowhere/at-all" in done.err
-
-
 def test_hosts_that_refuse_end_a_detached_launch_as_any_other_and_are_not_swept(lab: Site) -> None:
     more = ["--activate", "venv:/nowhere", *words(lab, "h1", "h2")]
     done = lab.distrun("launch", "--detach", *more, "true", cwd=Path("/tmp"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,20 +52,6 @@ def test_the_agent_that_is_downloaded_runs_under_every_python(version: str, run:
     outcome = run(TELL, "7")
     assert (outcome.exit_code, outcome.reason) == (0, "succeeded"), run.sink.said
     assert run.sink.text == {"worker-0": "7 of 0\n"}
-
-
-def test_ctrl_c_stops_the_tasks_of_all_places(run: Run) -> None:
-    up: set[str] = set()
-
-    def interrupt(task: str) -> None:
-        up.add(task)
-        if len(up) == 2 and "bye" not in run.sink.text[task]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    run.sink.on_output = interrupt
-    outcome = run(STAY)
-    assert (outcome.exit_code, outcome.reason) == (130, "interrupted")
-    assert run.sink.text == {"worker-0": "up\nbye\n", "worker-1": "up\nbye\n"}
 
 
 def test_an_agent_that_never_dials_is_named_when_the_start_limit_is_over(run: Run) -> None:

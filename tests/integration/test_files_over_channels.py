@@ -99,16 +99,6 @@ def test_the_files_are_there_before_tasks_start_with_their_modes_times_and_links
     assert sorted(os.listdir(run.source)) == ["a", "hello"]
 
 
-def test_places_that_see_the_same_folder_get_one_copy(run: Run) -> None:
-    (run.source / "big").write_bytes(b"x" * 3_000_000)
-    outcome = run("7", "8", "9")
-    assert outcome.exit_code == 0, run.sink.said
-    assert run.sink.text == {f"worker-{rank}": "hello\n" for rank in range(3)}
-    assert len([text for text in run.sink.said if text.startswith("info: copy ")]) == 1
-    [done] = [text for text in run.sink.said if text.startswith("info: sync ")]
-    assert done.startswith("info: sync 3/3 (2 files, 2.9 MiB) in ")
-
-
 @pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_the_agent_takes_files_under_old_and_new_pythons(version: str, run: Run) -> None:
     run.engine.python = need(version)
@@ -161,14 +151,6 @@ def test_delete_removes_what_only_the_host_has_but_for_what_patterns_leave_out(r
     assert run.found == {"hello", "old/a.ckpt", "a.ckpt", "logs/1", "hello.pyc", "keep/you"}
 
 
-def test_without_delete_what_only_the_host_has_stays(run: Run) -> None:
-    run.dst.mkdir()
-    (run.dst / "mine").write_text("mine")
-    assert run().exit_code == 0
-    assert run.found == {"hello", "mine"}
-    assert not (run.dst / MARKER).exists()
-
-
 def test_nothing_is_copied_onto_the_source_itself_not_even_where_its_identity_says_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,12 +176,3 @@ def test_a_job_that_is_interrupted_while_it_copies_leaves_the_folder_as_it_was(r
     assert (outcome.exit_code, outcome.reason) == (130, "interrupted")
     assert (run.dst / "hello").read_text() == "before\n"
     assert os.listdir(run.dst) == ["hello"]
-
-
-@pytest.mark.slow
-def test_an_agent_answers_pings_while_it_takes_much(run: Run) -> None:
-    (run.source / "big").write_bytes(os.urandom(1_000_000) * 200)
-    outcome = run("7", "8", command=("sh", "-c", "wc -c < big"), suspect_s=2.0, lost_s=4.0, lease_s=6.0)
-    assert outcome.exit_code == 0, run.sink.said
-    assert run.sink.text == {"worker-0": "200000000\n", "worker-1": "200000000\n"}
-    assert not [text for text in run.sink.said if "answered" in text or "silent" in text], run.sink.said

@@ -76,16 +76,6 @@ def test_marks_are_ascii_where_nothing_else_can_be_shown(lab: Site) -> None:
     assert any(line.startswith("ok") for line in done.out.splitlines())
 
 
-def test_a_host_that_cannot_be_used_says_how_far_we_came(lab: Site) -> None:
-    lab["h2"].restart_sshd({"AuthorizedKeysFile": "/none"})
-    value = doctor(lab)
-    assert value["exit_code"] == 3
-    assert ("h2", "login") in found(value, "bad")
-    assert row(value, "h2", "login")["fix"]
-    # The others are examined all the same.
-    assert row(value, "h1", "data ports")["mark"] == row(value, "h3", "data ports")["mark"] == "ok"
-
-
 def test_a_folder_that_is_not_there_proposes_to_copy(lab: Site) -> None:
     done = lab.distrun("doctor", "--hosts", "h1,h2", "--json", "--no-servers", *TIMES)
     assert done.code == 3
@@ -103,12 +93,6 @@ def test_what_the_hosts_file_says_of_a_host_is_looked_at(lab: Site) -> None:
         assert found(value, "bad") == [("h2", "address"), ("h3", "folder")]
         assert "nosuch0" in row(value, "h2", "address")["text"]
         assert "/nope" in row(value, "h3", "folder")["text"]
-
-
-def test_a_full_disk_is_told(lab: Site) -> None:
-    lab["h2"].disk(1, "/home")
-    value = doctor(lab, "--sync-dst-dir", "/home/job")
-    assert found(value, "bad") == [("h2", "sync folder")]
 
 
 def test_a_shell_that_prints_and_a_missing_rsync_are_faults_where_files_are_copied(lab: Site) -> None:
@@ -216,37 +200,6 @@ def test_fix_makes_what_servers_need_and_a_launch_then_uses_it(fresh: Site) -> N
     assert (done.code, done.out.count("sum 3.0")) == (0, 2), done
     assert "h1: servers run by Python 3." in done.err
     assert "/root/.local/share/distrun/servers/python3." in done.err
-
-
-def test_a_host_where_it_cannot_be_made_says_why_and_the_others_get_theirs(fresh: Site) -> None:
-    lab = fresh
-    give_wheels(lab, "h1")
-    give_wheels(lab, "h2")
-    for wheel in (lab["h2"].root / "root" / "wheels").iterdir():
-        wheel.unlink()
-    hosts = lab.hosts_file("h1", "h2")
-    done = lab.distrun("doctor", "-H", hosts, "--fix", "-y", "--json", *TIMES, cwd=ROOT)
-    assert done.code == 3
-    one, other = json.loads(done.out)["made"]
-    assert (one["host"], one["is_made"]) == ("h1", True)
-    assert (other["host"], other["is_made"]) == ("h2", False)
-    assert "pip failed:\nERROR: " in other["text"]
-    assert "package index" in other["fix"]
-    assert "ssh h2 '" in other["fix"]
-    assert list((lab["h2"].root / "root/.local/share/distrun/servers").iterdir()) == []
-
-
-def test_missing_modules_are_found_before_anything_is_copied(lab: Site) -> None:
-    (lab.work / "big").write_bytes(b"x" * 1000)
-    launch = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "1", "--sync-dst-dir", "~/early", "python3", "-V")
-    done = lab.distrun(*launch)
-    assert done.code == 3
-    assert "cannot import numpy, zmq" in done.err
-    assert not (lab["h1"].root / "root" / "early" / "big").exists()
-    # An environment among the files can only be looked at when they are there.
-    done = lab.distrun(*launch[:-2], "--activate", "venv:env", "python3", "-V")
-    assert done.code == 3
-    assert (lab["h1"].root / "root" / "early" / "big").exists()
 
 
 def test_the_doctor_activates_what_a_launch_would(lab: Site) -> None:

@@ -17,12 +17,6 @@ def sleepers(lab: Site) -> list[Process]:
     return [each for each in lab.strangers() if each.command == b"sleep\x00600\x00"]
 
 
-def test_equal_outputs_are_folded_under_the_names_of_their_hosts(lab: Site) -> None:
-    done = lab.distrun("exec", "-H", lab.hosts_file("h1", "h2", "h3"), "pwd; hostname | tr -d 123")
-    assert (done.code, done.err) == (0, "")
-    assert done.out == "---------------\nh[1-3] (3)\n---------------\n/root\nh\n"
-
-
 def test_different_outputs_and_codes_are_told_apart(lab: Site) -> None:
     script = "hostname; echo oops >&2; exit ${HOSTNAME#h}"
     done = lab.distrun("exec", "--hosts", "h[1-3]", "bash", "-c", script)
@@ -100,9 +94,3 @@ def test_the_json_form_has_everything(lab: Site) -> None:
     first, second = value["hosts"]
     assert (first["host"], first["code"], first["stdout"], first["problem"]) == ("h1", 2, "/tmp\n", None)
     assert (second["host"], second["code"], second["problem"]["kind"]) == ("nosuch", None, "dns")
-
-
-def test_without_hosts_it_says_how_to_name_them(lab: Site) -> None:
-    done = lab.distrun("exec", "hostname")
-    assert done.code == 2
-    assert "--hosts" in done.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -76,11 +75,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def bystander(lab: Site, host: str, *argv: str, uid: int = 0, **env: str) -> Iterator[Process]:
+def bystander(lab: Site, host: str, *argv: str, uid: int = 0) -> Iterator[Process]:
     """A process on a host that no job started."""
-    words = ["env", *("%s=%s" % pair for pair in env.items())]
-    if uid:
-        words = ["setpriv", "--reuid", str(uid), "--clear-groups", *words]
+    words = ["setpriv", "--reuid", str(uid), "--clear-groups"] if uid else []
     child = subprocess.Popen(lab[host].enter_argv(*words, *argv), stdin=subprocess.DEVNULL)
     name = b"\0".join(map(os.fsencode, argv)) + b"\0"
 
@@ -135,32 +132,6 @@ def test_an_orphaned_job_is_shown_and_ended(lab: Site) -> None:
     assert (again.code, again.out) == (0, "no stale job is there\n")
 
 
-def test_a_stopped_agent_makes_a_job_stale(lab: Site) -> None:
-    job = Job(lab, "h1")
-    for each in job.agents("h1"):
-        os.kill(each.pid, signal.SIGSTOP)
-    os.kill(job.coordinator, signal.SIGKILL)
-    (host,) = told(kill(lab, "--stale", "-y", "--json", hosts=("h1",)))["hosts"]
-    assert host["jobs"][0]["agent"] == "stopped"
-    assert job.left() == []
-
-
-def test_another_users_process_and_unmarked_ones_survive(lab: Site) -> None:
-    job = Job(lab, "h1")
-    job.orphan()
-    with (
-        bystander(lab, "h1", "sleep", "6001", uid=65534, DISTRUN_JOB_ID=job.id, DISTRUN_HOST="h1") as foreign,
-        bystander(lab, "h1", "sleep", "6002") as unmarked,
-    ):
-        found = told(kill(lab, "-y", "--json", hosts=("h1",)))
-        ended = [command for _, command in found["hosts"][0]["jobs"][0]["ended"]]
-        assert "sleep 600" in ended
-        assert not {"sleep 6001", "sleep 6002"} & set(ended)
-        assert lives(foreign)
-        assert lives(unmarked)
-        assert [each.pid for each in job.left()] == [foreign.pid]
-
-
 def test_a_host_that_cannot_be_reached_is_a_row_and_the_others_are_swept(lab: Site) -> None:
     job = Job(lab, "h1")
     job.orphan()
@@ -184,22 +155,6 @@ def test_kill_by_name_sweeps_the_hosts_of_a_job_whose_launcher_is_dead(lab: Site
     assert job.left() == []
     assert "h1: " in done.out
     assert "h2: " in done.out
-
-
-def test_kill_by_name_tells_a_host_that_cannot_be_reached(lab: Site) -> None:
-    job = Job(lab, "h1", "h2")
-    job.orphan()
-    lab["h2"].reject(22)
-    done = lab.distrun("kill", job.id, "--grace", "1")
-    assert done.code == 3, done
-    assert "cannot be asked" in done.out
-    assert {each.host for each in job.left()} == {"h2"}
-    again = told(lab.distrun("kill", job.id, "--grace", "1", "--json"))
-    assert again["exit_code"] == 3
-    assert [line.partition(": ")[0] for line in again["jobs"][0]["unasked"]] == ["h2"]
-    lab["h2"].clear()
-    assert lab.distrun("kill", job.id, "--grace", "1").code == 0
-    assert job.left() == []
 
 
 # From another machine of the same user, which has a job store of its own
@@ -227,21 +182,6 @@ def test_a_host_that_cannot_be_asked_for_its_jobs_is_named(lab: Site) -> None:
     assert done.code == 3
     assert "distrun: error: nosuch: cannot be asked" in done.err
     assert "no job of mine is on the other hosts" in done.out
-
-
-def test_a_job_of_another_store_by_the_same_id_is_left_alone(lab: Site, tmp_path: Path) -> None:
-    job = Job(lab, "h1")
-    job.orphan()
-    theirs = tmp_path / "another" / "distrun" / "jobs" / job.id
-    shutil.copytree(lab.home_folder / "state" / "distrun" / "jobs" / job.id, theirs)
-    plan = json.loads((theirs / "plan.json").read_text())
-    (theirs / "plan.json").write_text(json.dumps({**plan, "nonce": "0123456789abcdef"}))
-    there = {"XDG_STATE_HOME": str(tmp_path / "another")}
-    done = lab.distrun("kill", job.id, env=there)
-    assert done.code == 0, done
-    assert job.left()
-    assert lab.distrun("kill", job.id).code == 0
-    assert job.left() == []
 
 
 # The explicit old way

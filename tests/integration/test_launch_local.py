@@ -209,15 +209,6 @@ def test_a_foreign_server_that_dies_fails_the_job(distrun: Distrun) -> None:
     assert b"first failure: server-0" in result.stderr
 
 
-def test_json_tells_the_outcome_on_the_last_line_of_stdout(distrun: Distrun) -> None:
-    result = distrun.launch("-n", "1", "-s", "0", "--json", "bash", "-c", "echo out; exit 3")
-    outcome = json.loads(result.stdout.splitlines()[-1])
-    assert outcome["exit_code"] == result.returncode == 3
-    assert outcome["reason"] == "task_failed"
-    assert outcome["culprit"]["task"] == "worker-0"
-    assert json.loads((distrun.job / "outcome.json").read_text()) == outcome
-
-
 def test_an_interface_that_is_not_there_is_3_and_the_message_lists_those_that_are(distrun: Distrun) -> None:
     result = distrun.launch("-n", "1", "-s", "0", "--interface", "nosuch9", "true")
     assert result.returncode == 3

@@ -119,23 +119,22 @@ def _log(distrun: Distrun) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-@pytest.mark.parametrize("dumb", [False, True])
-def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distrun, dumb: bool) -> None:
+def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distrun) -> None:
     ours, theirs = pty.openpty()
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     screen = Screen(80, 24)
     seen: dict[int, set[int]] = {rank: set() for rank in range(WORKERS)}
     until = time.monotonic() + LIMIT_S
     argv = ("launch", "--launcher", "local", *words(), "and lines")
-    with ending(distrun.start(*argv, env={"TERM": "dumb" if dumb else "xterm-256color"}, **streams)) as job:
+    with ending(distrun.start(*argv, env={"TERM": "xterm-256color"}, **streams)) as job:
         os.close(theirs)
         while any(len(found) < 5 for found in seen.values()):
             assert time.monotonic() < until, "\n".join(screen.lines)
             _read(ours, screen)
             for rank, found in seen.items():
-                # The last lines are the bars, each once, in the order of the ranks; without a cursor they are lines.
+                # The last lines are the bars, each once, in the order of the ranks.
                 at = len(screen.lines) - 1 - WORKERS + rank
-                found.update(steps("\n".join(screen.lines if dumb else screen.lines[at : at + 1]), rank))
+                found.update(steps("\n".join(screen.lines[at : at + 1]), rank))
         (distrun.work / "done").touch()
         while _read(ours, screen):
             assert time.monotonic() < until
@@ -147,52 +146,8 @@ def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distr
         assert text.count("| begin %d" % rank) == text.count("| end %d" % rank) == 1
         mine = re.findall(r"^worker-%d@\S+ \| said (\d+)$" % rank, text, re.MULTILINE)
         assert mine == [str(n + 1) for n in range(len(mine))]
-        if not dumb:
-            assert steps(text, rank) == []  # no state but the last has stayed
+        assert steps(text, rank) == []  # no state but the last has stayed
     assert screen.lines[-1] == ""
-
-
-NESTED = """\
-import os, sys, time
-write = lambda text: (sys.stderr.write(text), sys.stderr.flush())
-write("\\r epochs 1")
-while not os.path.exists(sys.argv[1]):
-    write("\\n"), write("\\r batches 5"), write("\\x1b[A"), time.sleep(0.05)
-write("\\n"), write("\\r          "), write("\\x1b[A"), write("\\r epochs 2\\n")
-"""
-
-
-def test_on_a_terminal_the_start_collapses_to_a_line_and_nested_bars_are_rows(distrun: Distrun) -> None:
-    (distrun.work / "nested.py").write_text(NESTED)
-    ours, theirs = pty.openpty()
-    out = distrun.home / "out"
-    screen, until = Screen(80, 24), time.monotonic() + LIMIT_S
-    with (
-        out.open("wb") as stdout,
-        ending(
-            distrun.start(
-                *("launch", "-n", "1", "-s", "0", "python3", "nested.py", "done"),
-                env={"TERM": "xterm", "LANG": "C.UTF-8", "LC_ALL": ""},
-                **{"stdin": theirs, "stdout": stdout, "stderr": theirs, "start_new_session": True},
-            )
-        ) as job,
-    ):
-        os.close(theirs)
-        name = "worker-0@%s |  " % os.uname().nodename
-        while screen.lines[-3:] != [name + "epochs 1", name + "batches 5", ""]:
-            assert time.monotonic() < until, "\n".join(screen.lines)
-            _read(ours, screen)
-        (distrun.work / "done").touch()
-        while _read(ours, screen):
-            assert time.monotonic() < until
-        assert job.wait(LIMIT_S) == 0
-    os.close(ours)
-    text = "\n".join(screen.lines)
-    assert re.search(r"^distrun: 1 task started in \d+\.\d s \(connect .* · check .* · start .*\)$", text, re.MULTILINE)
-    assert "connect 1/1" not in text
-    assert screen.lines[-2:] == [name + "epochs 2", ""]
-    assert "batches" not in text
-    assert out.read_bytes() == b""
 
 
 def _read(fd: int, screen: Screen) -> bool:

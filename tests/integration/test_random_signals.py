@@ -23,7 +23,7 @@ from sshd import running
 LIMIT_S = 60.0
 """For what takes a second or two on a machine that has nothing else to do."""
 TRIALS = 8
-"""Of each part. Every run of the tests makes other ones, so that their number grows with the runs."""
+"""Of each place. Every run of the tests makes other ones, so that their number grows with the runs."""
 WORKERS = 2
 MARK = "TRIAL_OF_SIGNALS"
 """Variable that every process of these trials has, those that an sshd started included."""
@@ -117,9 +117,8 @@ def ssh(home: Path) -> Iterator[Site]:
         yield Site(home, "--hosts", "d1,d2", "--ssh-config", server.config(), "--python", sys.executable)
 
 
-@pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("place", [local, pytest.param(ssh, marks=pytest.mark.ssh)])
-def test_a_signal_at_any_moment_of_the_start_leaves_nothing(place: Any, part: int, tmp_path: Path) -> None:
+def test_a_signal_at_any_moment_of_the_start_leaves_nothing(place: Any, tmp_path: Path) -> None:
     with place(tmp_path) as site:
         longest_s = 1.1 * site.time_to_start_s()
         seed = random.SystemRandom().randrange(1_000_000)

@@ -14,21 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wheels
 from hostlab import Options, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, skip, wait_until
 
 pytestmark = pytest.mark.lab
 LIMIT_S = 60.0
 WAITS = "echo begins $RANK; until [ -e ~/go ]; do sleep 0.05; done; echo ends $RANK"
-
-PYTHON_WAITS = """
-import os, time, distrun_runtime
-distrun_runtime.report(step=1)
-print("begins", flush=True)
-while not os.path.exists(os.path.expanduser("~/go")):
-    time.sleep(0.05)
-"""
 
 
 class SharedHome(Site):
@@ -177,38 +168,6 @@ def test_two_launchers_at_once_and_a_killed_one_do_not_disturb_each_other(home: 
     assert home.distrun("wait", detached.out.strip()).code == 0
 
 
-def test_an_attached_job_is_left_followed_and_examined_from_every_host(home: SharedHome) -> None:
-    script = home.file(home.work) / "waits.py"
-    script.write_text(PYTHON_WAITS)
-    running = home.start("launch", *two(home), sys.executable, "waits.py")
-    wait_until(lambda: running.out.count("begins") == 2, LIMIT_S, "all tasks run")
-    job = job_of(running)
-    for place in ("launcher", "h1", "h3"):
-        do = home.distrun if place == "launcher" else partial(home.on, place)
-        assert "running" in do("status", job).out
-        assert do("logs", job).out.count("begins") == 2
-    stack = home.distrun("stack", job)
-    assert all(word in stack.out for word in ("worker-0", "worker-1", "waits.py")), stack
-    assert home.distrun("detach", job).code == 0
-    assert running.wait() == 0
-    attached = home.start("attach", job)
-    home.go()
-    assert attached.wait() == 0, attached.err
-    for do in (home.distrun, partial(home.on, "h3")):
-        assert do("wait", job).code == 0
-        assert "succeeded" in do("status", job).out
-
-
-def test_kill_on_hosts_ends_a_job_once(home: SharedHome) -> None:
-    job = home.launched("sleep", "600")
-    seen = home.distrun("kill", "--dry-run", "-H", home.hosts_file())
-    assert job in seen.out
-    ended = home.distrun("kill", "-y", "-H", home.hosts_file())
-    assert ended.code == 0, ended.err
-    assert not home.marked()
-    assert home.distrun("wait", job).code != 0
-
-
 def test_gc_on_one_host_leaves_what_runs_on_another(home: SharedHome) -> None:
     runs = home.launched("bash", "-c", WAITS)
     assert home.distrun("launch", "--detach", *two(home), "true").code == 0
@@ -240,33 +199,6 @@ def test_a_folder_below_the_home_is_copied_to_once_for_all_hosts(home: SharedHom
     rows = json.loads(again.out)["hosts"]
     assert sorted(row["files"] for row in rows) == [0, 0, 1]
     assert len({row["shared"] or row["host"] for row in rows}) == 1
-
-
-def test_the_current_directory_as_the_destination_is_left_alone(home: SharedHome) -> None:
-    (home.file(home.work) / "hello").write_text("hello\n")
-    words = ["-H", home.hosts_file(), "-n", "3", "-s", "0", "--sync-dst-dir", "~/work"]
-    done = home.distrun("launch", *words, "cat", "hello")
-    assert done.code == 0, done.err
-    assert done.out.count("| hello\n") == 3
-    assert "sync 3/3 (0 files, 0 B)" in done.err
-    assert [path.name for path in home.file(home.work).iterdir()] == ["hello"]
-
-
-def test_fix_makes_one_environment_for_all_hosts(home: SharedHome) -> None:
-    wheels.make(home.outer_home / "wheels")
-    config = home.outer_home / ".config" / "pip" / "pip.conf"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text("[install]\nno-index = true\nfind-links = %s\n" % (home.home / "wheels"))
-    hosts = home.hosts_file()
-    words = ("doctor", "-H", hosts, "--python", "/usr/bin/python3", "--connect-timeout", "8")
-    made = home.distrun(*words, "--fix", "-y")
-    assert made.code == 0, made
-    assert "made on h[1-3]: " in made.out
-    assert made.err.count("making a virtual environment") == 1
-    assert made.err.count(", which has the same folder and makes it there") == 2
-    launch = ("launch", "-H", hosts, "-n", "3", "-s", "3", "--python", "/usr/bin/python3")
-    done = home.distrun(*launch, "hostname")
-    assert done.code == 0, done.err
 
 
 def test_a_detached_job_that_a_host_of_its_own_launches_has_one_folder(home: SharedHome) -> None:

@@ -61,14 +61,6 @@ def test_a_configuration_with_port_user_identity_file_and_identities_only_works(
 
 
 @both
-def test_port_user_and_identity_may_stand_in_the_hosts_file_instead(sshd: Sshd, transport: str) -> None:
-    config = sshd.folder / "config"
-    config.write_text("Host *\n    UserKnownHostsFile %s\n" % sshd.known_hosts)
-    target = Target("127.0.0.1", USER, sshd.port, str(sshd.id), config=str(config), transport=transport)
-    assert is_in(meet(target))
-
-
-@both
 def test_a_key_may_be_in_the_agent_only(
     sshd: Sshd, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,23 +202,6 @@ def test_host_keys_are_checked_even_if_the_configuration_says_not_to(sshd: Sshd,
 
 
 @both
-def test_a_port_without_a_listener_is_refused(sshd: Sshd, transport: str) -> None:
-    config = sshd.config()
-    sshd.stop()
-    event = meet(Target("d1", config=config, transport=transport))
-    assert event.kind == "refused"
-    assert "port %d" % sshd.port in event.reason
-
-
-@both
-def test_a_name_without_an_address_is_said_to_have_none(transport: str, tmp_path: Path) -> None:
-    (tmp_path / "config").write_text("")
-    event = meet(Target("no-such-host.invalid", config=str(tmp_path / "config"), transport=transport))
-    assert event.kind == "dns"
-    assert "no-such-host.invalid" in event.reason
-
-
-@both
 def test_a_host_that_answers_nothing_at_all_is_a_timeout(tmp_path: Path, transport: str) -> None:
     hole = Hole()
     (tmp_path / "config").write_text("")
@@ -248,14 +223,6 @@ def test_a_host_that_takes_the_connection_and_says_nothing_is_a_timeout(transpor
     assert "within 1 s" in event.reason
 
 
-def test_a_host_that_stops_in_the_middle_of_the_key_exchange_is_a_timeout(tmp_path: Path) -> None:
-    deaf = Deaf(b"SSH-2.0-OpenSSH_9.2\r\n")
-    (tmp_path / "config").write_text("")
-    event = meet(Target("127.0.0.1", port=deaf.port, config=str(tmp_path / "config"), connect_s=1.0))
-    deaf.close()
-    assert event.kind == "timeout"
-
-
 @both
 def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transport: str) -> None:
     sshd.authorized.write_text(
@@ -269,44 +236,9 @@ def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transp
 
 
 @both
-def test_a_host_without_python_says_where_it_was_looked_for(
-    sshd: Sshd, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distrun.ssh.resolve.PYTHONS", ("python3-nowhere",))
-    event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
-    assert event.kind == "python"
-    assert "there is no python3 on this host, nor /nowhere/python3" in event.reason
-    assert "python=" in event.fix
-
-
-@both
 def test_the_agent_does_without_an_interpreter_that_only_the_servers_may_have(sshd: Sshd, transport: str) -> None:
     event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
     assert isinstance(event, agent_messages.AgentHello)
-
-
-@both
-def test_a_python_that_is_too_old_is_a_problem_of_its_own(sshd: Sshd, transport: str, tmp_path: Path) -> None:
-    old = tmp_path / "python3"
-    old.write_text(
-        "#!/bin/sh\nread -r line\n"
-        'echo "distrun: this host\'s /usr/bin/python3 is Python 3.6.9; the agent needs 3.8 or newer" >&2; exit 1\n'
-    )
-    old.chmod(0o755)
-    event = meet(Target("d1", config=sshd.config(), transport=transport, python=str(old)))
-    assert event.kind == "python"
-    assert "3.6.9" in event.reason
-
-
-@both
-def test_a_host_that_runs_nothing_tells_what_it_said_instead(sshd: Sshd, transport: str) -> None:
-    sshd.authorized.write_text(
-        'command="echo no logins today; echo go away >&2; exit 1" ' + sshd.authorized.read_text()
-    )
-    event = meet(Target("d1", config=sshd.config(), transport=transport))
-    assert isinstance(event, agent_messages.StartFailed)
-    assert event.kind == "other"
-    assert "go away" in event.reason
 
 
 @pytest.mark.ssh

@@ -81,23 +81,6 @@ def test_a_sweep_ends_a_job_whose_launcher_and_agents_are_gone(sshd: Sshd) -> No
     assert Ssh().sweep(plan, 1.0)["here"].lines() == ["all its processes have ended"]
 
 
-def test_a_host_that_cannot_be_asked_is_said_to_be_so(sshd: Sshd) -> None:
-    plan, channel, _, _ = begin(sshd, Ssh(), "true")
-    channel.kill()
-    assert channel.join(WAIT_S)
-    sshd.stop()
-    assert "refuses connections" in Ssh().sweep(plan, 0.1)["here"].problem
-
-
-def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
-    plan, channel, hello, _ = begin(sshd, Ssh(), "sleep 1000")
-    for who in ("guard", "agent"):
-        env = process.environ_of(int(hello.facts[who]["pid"]))
-        assert (env["DISTRUN_JOB_ID"], env["DISTRUN_HOST"]) == (plan.job, "here")
-    channel.kill()
-    assert channel.join(WAIT_S)
-
-
 def finish(channel: SshChannel, found: queue.SimpleQueue[messages.Event]) -> None:
     """End a job well, as the loop does."""
     channel.send(messages.to_frame(messages.EndAgent("here")))

@@ -76,12 +76,6 @@ def test_the_exit_code_is_1_if_there_is_no_stack_at_all(job: Distrun) -> None:
     assert done.returncode == 0
 
 
-def test_an_unknown_task_is_a_mistake(job: Distrun) -> None:
-    done = job.run("stack", "stuck", "worker-9")
-    assert done.returncode == 2
-    assert b"no task 'worker-9' in this job; there is: worker-" in done.stderr
-
-
 def test_json_has_a_member_for_each_task(job: Distrun) -> None:
     done = job.run("stack", "stuck", "worker-1", "worker-3", "worker-1", "--json")
     value = json.loads(done.stdout)

@@ -64,18 +64,10 @@ def test_a_node_opens_the_standard_streams_that_the_shell_closed_before_any_sock
     assert ended.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        # Not that in which `start_all` starts them in other tests.
-        ["worker", "worker", "server", "server", "scheduler"],
-        pytest.param(["server", "worker", "scheduler", "worker", "server"], marks=pytest.mark.slow),
-    ],
-)
-def test_five_variables_and_any_order_of_starting_do(order: list[str]) -> None:
+def test_five_variables_and_any_order_of_starting_do() -> None:
     with ManualJob() as job:
         script = job.script(TRAIN)
-        for role in order:
+        for role in ("worker", "worker", "server", "server", "scheduler"):  # others are started by `start_all`
             job.start(role, *([script] if role == "worker" else []))
         assert set(job.wait()) == {0}, job.report()
         ranks = sorted(re.findall(r"rank (\d) of 2 done", job.out("worker-0") + job.out("worker-1")))
@@ -295,8 +287,7 @@ def test_a_scheduler_name_that_does_not_resolve_is_an_error_at_once() -> None:
         assert "nohost.invalid" in job.err("server-0")
 
 
-@pytest.mark.parametrize("attempt", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))])
-def test_servers_that_are_terminated_together_say_nothing_of_a_death(attempt: int) -> None:
+def test_servers_that_are_terminated_together_say_nothing_of_a_death() -> None:
     with ManualJob(1, 2) as job:
         job.start("scheduler")
         job.start("server")

@@ -85,15 +85,3 @@ def test_a_passphrase_that_is_typed_once_is_good_for_the_copy_too(
     assert tree(tmp_path / "there") == {"x": "1"}
     assert terminal.read_rest().count("Passphrase of") == 1
     assert "sesame" not in terminal.shown + out
-
-
-@pytest.mark.ssh
-def test_a_host_that_takes_keys_only_is_not_asked_for_a_password(tmp_path: Path, terminal: Terminal) -> None:
-    source = write(tmp_path / "source", x="1")
-    with running(tmp_path / "sshd", SetEnv="SHLVL=9") as server:
-        ssh_config = server.config("IdentityFile %s" % key(tmp_path / "wrong"), "IdentitiesOnly yes", identity=False)
-        hosts = ("--hosts", "d1", "--ssh-config", ssh_config, "--sync-dst-dir", str(tmp_path / "there"))
-        code, out = Typed(terminal, "sync", *hosts, cwd=source).finish()
-    assert code == 4
-    assert "ssh-copy-id" in out
-    assert terminal.read_rest() == ""

@@ -188,10 +188,9 @@ def meet(target: Target, **options: Any) -> Any:
 
 
 class Deaf:
-    """A listener on the loopback address that takes connections, says `greeting` and nothing more."""
+    """A listener on the loopback address that takes connections and says nothing."""
 
-    def __init__(self, greeting: bytes = b"") -> None:
-        self._greeting = greeting
+    def __init__(self) -> None:
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self._taken: list[socket.socket] = []
@@ -203,7 +202,6 @@ class Deaf:
             while True:
                 sock, _ = self._sock.accept()
                 self._taken.append(sock)
-                sock.sendall(self._greeting)
                 self.arrived.set()
 
     def close(self) -> None:

@@ -113,49 +113,6 @@ def weights_are_written_in_place_without_a_copy() -> None:
             assert parameter.replicas[0].gradient().__array_interface__["data"][0] == tensor.grad.data_ptr()
 
 
-def any_number_of_replicas_trains_to_the_same_weights() -> None:
-    for count in (1, 2, 4):
-        for update in (True, False):
-            nets = [network(seed) for seed in range(count)]  # the first one's weights are taken
-            params = list(zip(*(net.parameters() for net in nets), strict=True))
-            with kvstore.create("device") as kv:
-                train(Trainer([list(one) for one in params], "sgd", SGD, kvstore=kv, update_on_kvstore=update), nets)
-            for net in nets:
-                agree(net, reference())
-
-
-def n_workers_train_as_one_with_n_times_the_batch() -> None:
-    for update in (True, False):
-        nets = [network(rank) for rank in range(2)]
-
-        def script(kv, nets=nets, update=update):
-            net = nets[kv.rank]
-            trainer = Trainer(net.named_parameters(), "sgd", SGD, kvstore=kv, update_on_kvstore=update)
-            for number in range(6):
-                trainer.zero_grad()
-                start = number % 2 * 12 + kv.rank * 6
-                backward(net, X[start : start + 6], Y[start : start + 6])
-                trainer.step(6 * kv.num_workers)
-            return net
-
-        with Cluster(2, over="inproc") as job:
-            for net in job.run(script):
-                agree(net, reference())
-
-
-def bfloat16_and_float16_weights_train_with_masters() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        for kind in (None, "local"):
-            weight = nn.Parameter(torch.ones(4, dtype=dtype))
-            options = {"learning_rate": 1e-3, "multi_precision": True}
-            with kvstore.create("local") as kv:
-                trainer = Trainer([weight], "sgd", options, kvstore=kind and kv)
-                for _ in range(20):
-                    weight.grad = torch.ones(4, dtype=dtype)
-                    trainer.step(1)
-            assert torch.equal(weight.detach(), torch.full((4,), 0.98).to(dtype)), weight
-
-
 def sparse_gradients_of_an_embedding_travel_as_rows() -> None:
     ids = torch.tensor([[1, 3], [3, 2]])
 
@@ -172,31 +129,6 @@ def sparse_gradients_of_an_embedding_travel_as_rows() -> None:
     with Cluster(2, over="inproc") as job:
         for change in job.run(script):
             torch.testing.assert_close(change, torch.tensor([0.0, 1, 1, 2, 0]))
-
-
-def sparse_gradients_work_alone_and_on_replicas() -> None:
-    for count in (1, 2):
-        nets = [nn.Embedding(5, 2, sparse=True) for _ in range(count)]
-        before = nets[0].weight.detach().clone()
-        trainer = Trainer([[net.weight for net in nets]], "sgd", {"learning_rate": 1.0}, kvstore="local")
-        assert trainer.update_on_kvstore is (count == 2)
-        for net in nets:
-            net(torch.tensor([1, 3, 3])).sum().backward()
-        trainer.step(count)
-        for net in nets:
-            torch.testing.assert_close((before - net.weight.detach())[:, 0], torch.tensor([0.0, 1, 0, 2, 0]))
-
-
-def a_parameter_without_a_gradient_is_named() -> None:
-    used, unused = nn.Linear(4, 1), nn.Linear(4, 1)
-    both = nn.ModuleDict({"used": used, "unused": unused})
-    before = used.weight.detach().clone()
-    trainer = Trainer(both.named_parameters(), "sgd", SGD, kvstore=None)
-    backward(used, X, Y)
-    refused(lambda: trainer.step(24), "parameter 'unused.weight' has no new gradient")
-    assert torch.equal(used.weight, before)
-    trainer.step(24, ignore_stale_grad=True)
-    assert not torch.equal(used.weight, before)
 
 
 def a_gradient_that_was_used_is_not_used_again() -> None:
@@ -217,34 +149,6 @@ def a_frozen_parameter_is_left_alone() -> None:
         train(Trainer(net.named_parameters(), "sgd", SGD, kvstore=kv), [net])
     same = [torch.equal(one, old) for one, old in zip(net.parameters(), before, strict=True)]
     assert same == [True, True, False, False]
-
-
-def a_tied_weight_is_updated_once() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net[1].weight = net[0].weight
-    before = net[0].weight.detach().clone()
-    params = list(net.named_parameters(remove_duplicate=False))
-    trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=None)
-    assert [one.name for one in trainer.params] == ["0.weight", "0.bias", "1.bias"]
-    net(X).sum().backward()
-    trainer.step(1)
-    torch.testing.assert_close(net[0].weight.detach(), before - net[0].weight.grad)
-
-
-def gradients_are_clipped_between_sum_and_update() -> None:
-    nets = [network(), network()]
-    params = [list(pair) for pair in zip(nets[0].parameters(), nets[1].parameters(), strict=True)]
-    trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore="device", update_on_kvstore=False)
-    before = [one.detach().clone() for one in nets[0].parameters()]
-    for net in nets:
-        backward(net, X, Y)
-    trainer.allreduce_grads()
-    for net in nets:
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-    trainer.update(1)
-    for net in nets:
-        moved = torch.cat([(old - one.detach()).flatten() for old, one in zip(before, net.parameters(), strict=True)])
-        torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=1e-5)
 
 
 def strided_weights_are_trained_too() -> None:
@@ -433,18 +337,6 @@ def weights_that_one_worker_changed_are_refused_by_name_on_all() -> None:
                 assert who or all((one == 4.0).all() for one in weights)
 
 
-def workers_that_changed_different_weights_are_told_which() -> None:
-    def script(kv, net, trainer):
-        summed(net, trainer)
-        with torch.no_grad():
-            (net.bias if kv.rank else net.weight).zero_()
-        return said(lambda: summed(net, trainer))
-
-    for first, second in jobs(script):
-        assert first == second
-        assert "parameter 'weight' on worker-0 and not on worker-1; parameter 'bias' on worker-1 and not on" in first
-
-
 def weights_that_are_written_back_are_not_changed() -> None:
     """As an evaluation with averaged weights on rank 0 does it."""
 
@@ -460,32 +352,6 @@ def weights_that_are_written_back_are_not_changed() -> None:
 
     for first, second in jobs(script):
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def weights_are_clamped_after_every_step_on_all_workers() -> None:
-    def script(kv, net, trainer):
-        for _ in range(3):
-            inplace(net, 5.0)
-            assert summed(net, trainer)
-            with torch.no_grad():
-                for one in net.parameters():
-                    one.clamp_(-1, 1)
-        return float(net.weight.detach()[0, 0]), float(net.bias.detach()[0])
-
-    for found in jobs(script):
-        assert found == [(1.0, 1.0)] * 2
-
-
-def momentum_goes_on_over_a_change() -> None:
-    def script(kv, net, trainer):
-        trainer.set_optimizer_params(momentum=0.5)
-        summed(net, trainer)
-        inplace(net, 5.0)
-        summed(net, trainer)
-        return float(net.weight.detach()[0, 0])
-
-    for found in jobs(script):
-        assert found == [5.0 - 1.5] * 2
 
 
 def a_frozen_weight_that_was_changed_is_taken_too() -> None:
@@ -749,19 +615,6 @@ def overlap_trains_to_the_same_weights() -> None:
                     job.run(script)
                 for net in (net for mine in nets for net in mine):
                     agree(net, reference())
-
-
-def overlap_refuses_a_second_backward_before_step() -> None:
-    def script(kv, net, trainer):
-        net(torch.ones(1, 3)).sum().backward()
-        text = said(lambda: net(torch.ones(1, 3)).sum().backward())
-        assert "got another gradient before step" in text, text
-        trainer.step()
-        net(torch.ones(1, 3)).sum().backward()
-        trainer.step()
-
-    for _ in jobs(script, overlap=True):
-        pass
 
 
 def overlap_hears_of_weights_that_were_changed_before_backward() -> None:

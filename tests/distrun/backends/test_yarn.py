@@ -344,6 +344,11 @@ def of(rm: Rm, **options: Any) -> dict[str, Any]:
     return {"own": {"yarn_rm": rm.server.url, "yarn_hdfs": rm.server.url}, **options}
 
 
+def submitted(rm: Rm) -> tuple[Yarn, Handle]:
+    engine, made = Yarn(), submission(**of(rm))
+    return engine, engine.submit(made, engine.render(made))
+
+
 def test_a_cluster_is_asked_before_anything_is_submitted(rm: Rm) -> None:
     import dataclasses
 
@@ -389,9 +394,7 @@ def test_a_dry_run_needs_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_secret_is_in_hdfs_from_the_submission_until_all_containers_have_it(rm: Rm) -> None:
-    engine = Yarn()
-    made = submission(**of(rm))
-    handle = engine.submit(made, engine.render(made))
+    engine, handle = submitted(rm)
     assert handle.id == "application_1795517619279_0007"
     [path] = rm.files
     assert path == f"/user/ann/.distrun/{MARKER}/distrun-secret"
@@ -445,9 +448,7 @@ def test_a_job_is_killed_then_deleted_from_another_process_by_its_handle(rm: Rm)
 
 
 def test_a_job_that_yarn_does_not_know_has_ended(rm: Rm) -> None:
-    engine = Yarn()
-    made = submission(**of(rm))
-    handle = engine.submit(made, engine.render(made))
+    _, handle = submitted(rm)
     rm.app = None
     assert Yarn().look(handle).state == ENDED
     Yarn().cancel(handle)
@@ -463,9 +464,7 @@ def lose_master(rm: Rm) -> None:
 
 
 def test_a_lost_node_that_ran_the_application_master_is_named_whichever_place_is_lost(rm: Rm) -> None:
-    engine = Yarn()
-    made = submission(**of(rm))
-    handle = engine.submit(made, engine.render(made))
+    engine, handle = submitted(rm)
     rm.app, rm.service = recorded("half-app"), recorded("running-service")
     engine.look(handle)
     assert engine.explain(handle, "") is None
@@ -492,9 +491,7 @@ def test_a_node_that_does_not_answer_is_not_asked_for_each_log(rm: Rm, monkeypat
 
 
 def test_a_container_that_ends_before_all_have_started_ends_the_job(rm: Rm) -> None:
-    engine = Yarn()
-    made = submission(**of(rm))
-    handle = engine.submit(made, engine.render(made))
+    engine, handle = submitted(rm)
     rm.app, rm.service = recorded("half-app"), recorded("half-service")
     rm.service["components"][0]["containers"][1]["state"] = "FAILED"
     standing = engine.look(handle)

@@ -16,7 +16,13 @@ def recorded(workers: int = 8, hosts: int = 4) -> Model:
     model.take("state", {"state": snapshots.state(workers, hosts)}, NOW)
     for event in snapshots.events():
         model.take("event", {"event": event}, NOW)
-    model.take("metrics", {"metrics": snapshots.metrics(workers, hosts)}, NOW)
+    return tell(model, metrics=snapshots.metrics(workers, hosts))
+
+
+def tell(model: Model, **frames: Any) -> Model:
+    """Give a model frames by their kinds, and let it settle."""
+    for kind, value in frames.items():
+        model.take(kind, {kind: value}, NOW)
     model.settle(NOW)
     return model
 
@@ -57,10 +63,7 @@ def of_steps(steps: dict[str, int], **progress: Any) -> Model:
     told = {"condition": "", "why": ""}
     metrics["tasks"] = {name: {**told, "report": {"step": step, "total": 1000}} for name, step in steps.items()}
     metrics["progress"].update(step=min(steps.values()), slowest=min(steps, key=lambda name: steps[name]), **progress)
-    model.take("state", {"state": state}, NOW)
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
-    return model
+    return tell(model, state=state, metrics=metrics)
 
 
 def test_a_worker_that_is_clearly_behind_in_steps_is_a_straggler_with_a_row_of_its_own() -> None:
@@ -87,8 +90,7 @@ def test_workers_that_differ_as_they_do_at_all_times_are_no_stragglers(steps: li
     model = of_steps(found, rate=rate)
     metrics: dict[str, Any] = {"progress": {"step": least, "rate": rate}}
     metrics["tasks"] = {name: {"report": {"step": step, "total": 1000}} for name, step in found.items()}
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
+    tell(model, metrics=metrics)
     assert {task.word for task in model.tasks.values()} == {"running"}
     assert model.progress.slowest == ""
 
@@ -100,8 +102,7 @@ def test_the_slowest_rank_is_one_of_those_that_are_marked() -> None:
         if name.startswith("worker"):
             task.update(condition="straggler" if name == "worker-2" else "", report={"step": 610, "total": 1000})
     metrics["progress"]["slowest"] = "worker-0"
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
+    tell(model, metrics=metrics)
     assert model.progress.slowest == "worker-2"
     assert [task.name for task in model.tasks.values() if task.word == "straggler"] == ["worker-2"]
 
@@ -144,9 +145,7 @@ def test_hosts_and_servers_are_in_the_order_of_their_numbers() -> None:
         task.update(host=f"h{task['rank']}", state="running")
     server = metrics["store"]["servers"]["server-0"]
     metrics["store"]["servers"] = {f"server-{rank}": server for rank in (1, 10, 11, 2)}  # sorted, as frames are
-    model.take("state", {"state": state}, NOW)
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
+    tell(model, state=state, metrics=metrics)
     assert names(model, "host", wanted="worker") == [f"worker-{rank}" for rank in range(12)]
     assert [server.name for server in model.store.servers] == ["server-1", "server-2", "server-10", "server-11"]
 
@@ -175,12 +174,9 @@ def test_the_first_error_is_the_earliest_that_is_no_consequence() -> None:
     failed: dict[str, Any] = {"state": "failed", "code": 1}
     state["tasks"][3].update(failed, ended=snapshots.moment(NOW - 90), lost_peer="worker-1")
     state["tasks"][5].update(failed, ended=snapshots.moment(NOW - 30))
-    model = Model("calm-otter-7f3")
-    model.take("state", {"state": state}, NOW)
-    model.settle(NOW)
+    model = tell(Model("calm-otter-7f3"), state=state)
     assert model.first_error is model.tasks["worker-1"]
-    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "task_failed", "culprit": {"task": "worker-2"}}}, NOW)
-    model.settle(NOW)
+    tell(model, outcome={"exit_code": 1, "reason": "task_failed", "culprit": {"task": "worker-2"}})
     assert model.first_error is model.tasks["worker-2"]
 
 
@@ -211,8 +207,7 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     model.settle(NOW)
     assert [host.word for host in model.hosts.values()] == ["ok", "silent", "lost", "ok"]
     assert [group[0].name for group in rows.host_rows(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
-    model.take("event", {"event": {"event": "resumed", "host": "gpu02"}}, NOW)
-    model.settle(NOW)
+    tell(model, event={"event": "resumed", "host": "gpu02"})
     assert model.hosts["gpu02"].word == "ok"
 
 
@@ -222,8 +217,7 @@ def test_the_last_line_of_a_task_on_a_silent_host_gets_older() -> None:
     host = model.tasks["worker-2"].host
     metrics["hosts"][host]["heard_s"] = 17.0
     metrics["tasks"]["worker-2"]["output_age_s"] = 0.4
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
+    tell(model, metrics=metrics)
     assert model.tasks["worker-2"].quiet_s == pytest.approx(17.4)
 
 
@@ -231,8 +225,7 @@ def test_a_host_whose_agent_said_goodbye_is_not_lost_when_its_connection_ends() 
     model = recorded()
     before = model.events
     for event in ({"event": "bye"}, {"event": "lost", "reason": "its connection ended"}):
-        model.take("event", {"event": {"host": "gpu02", **event}}, NOW)
-    model.settle(NOW)
+        tell(model, event={"host": "gpu02", **event})
     assert model.hosts["gpu02"].word == "ok"
     assert model.events == before
 
@@ -241,8 +234,7 @@ def test_a_host_is_lost_when_a_task_is_lost_with_it() -> None:
     model = recorded()
     state = snapshots.state(8)
     state["tasks"][4].update(state="failed", reason="lost with its host", ended=None)
-    model.take("state", {"state": state}, NOW)
-    model.settle(NOW)
+    tell(model, state=state)
     lost = [task.host for task in model.tasks.values() if task.word == "lost"]
     assert len(lost) == 1
     assert model.hosts[lost[0]].word == "lost"
@@ -256,9 +248,7 @@ def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None
     first, second = state["tasks"][5], state["tasks"][3]
     first.update(failed, ended=snapshots.moment(NOW - 10))
     second.update(failed, ended=snapshots.moment(NOW - 20), lost_peer=first["name"])
-    model.take("state", {"state": state}, NOW)
-    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": first["name"]}}}, NOW)
-    model.settle(NOW)
+    tell(model, state=state, outcome={"exit_code": 1, "reason": "failed", "culprit": {"task": first["name"]}})
     assert names(model)[0] == first["name"]
 
 
@@ -266,9 +256,7 @@ def test_tasks_that_are_no_problems_keep_the_order_of_ranks_whenever_they_ended(
     state = snapshots.state(12)
     for number, task in enumerate(state["tasks"]):
         task.update(state="exited", code=0, ended=snapshots.moment(NOW - number * 7 % 5))
-    model = Model("calm-otter-7f3")
-    model.take("state", {"state": state}, NOW)
-    model.settle(NOW)
+    model = tell(Model("calm-otter-7f3"), state=state)
     assert names(model)[:12] == [f"worker-{rank}" for rank in range(12)]
 
 
@@ -282,9 +270,7 @@ def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim()
             state="failed" if failed else "running", code=1 if failed else None, ended=ended if failed else None
         )
         task.update({} if is_cause or not failed else {"lost_peer": "worker-5", "reason": "worker-5@gpu02 failed"})
-    model = Model("calm-otter-7f3")
-    model.take("state", {"state": state}, NOW)
-    model.settle(NOW)
+    model = tell(Model("calm-otter-7f3"), state=state)
     assert names(model, is_folded=True) == ["worker-5", "worker-[0-4,6-7]", "server-[0-1]", "scheduler"]
     assert model.tasks["worker-0"].why == "lost worker-5: worker-5@gpu02 failed"
     found = rows.task_rows(model.tasks.values(), "worker", "problems", False)
@@ -300,8 +286,7 @@ def test_nan_of_a_loss_is_kept_and_members_of_a_newer_version_do_no_harm() -> No
     metrics["hosts"]["gpu01"] = None
     metrics["store"]["servers"]["server-0"] = 7
     model = recorded()
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
+    tell(model, metrics=metrics)
     assert math.isnan(model.progress.loss or 0.0)
     assert model.progress.eta_s is None
     assert model.tasks["worker-0"].step is None

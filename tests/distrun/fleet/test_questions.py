@@ -96,29 +96,6 @@ def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
         assert channel.is_killed
 
 
-def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
-    silent = Scripted("a", [])
-    with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
-        first = talk.ask("survey", {}, 60.0)
-        began = time.monotonic()
-        second = talk.ask("survey", {}, 60.0)
-        assert time.monotonic() - began < 30.0
-    assert first == second == {"a": Problem("a", "timeout", "no agent answered within 0.05 s")}
-    assert silent.heard == []
-
-
-def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
-    def reply(header: dict[str, Any]) -> list[messages.Event]:
-        if header["type"] != "ask" or header["id"] == 1:
-            return []
-        return [agent_messages.Answered("a", 1, "late"), agent_messages.Answered("a", 2, "right")]
-
-    channel = Scripted("a", [agent_messages.AgentHello("a")], reply)
-    with Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
-        assert isinstance(talk.ask("survey", {}, 0.05)["a"], Problem)
-        assert talk.ask("survey", {}, 60.0) == {"a": HostAnswer("right")}
-
-
 def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
     channels = answering("a", 1), answering("b", 2)
     with Fleet(Backend(*channels), HOSTS[:2]) as talk:  # type: ignore[arg-type]

@@ -19,12 +19,11 @@ from hostlab.lab import Lab
 from hostlab.layout import Options
 
 VERBS = (
-    *("down", "up", "drop", "undrop", "reject", "loss", "delay", "rate", "stop", "cont", "sigstop", "sigcont"),
+    *("down", "up", "drop", "undrop", "reject", "loss", "delay", "rate", "stop", "cont"),
     *(
         "kill",
         "poweroff",
         "boot",
-        "rekey",
         "restart_sshd",
         "kill_sessions",
         "ps",
@@ -53,11 +52,9 @@ verbs (peers: h1 h2 ... launcher):
   delay MS [JITTER] [S]     incoming packets come later, for S seconds (30)
   rate KBIT                 slow link
   stop | cont               freeze and thaw all processes
-  sigstop | sigcont         the same by signals
   kill                      end all processes: peers hear of it
   poweroff                  cut cable and power: peers hear nothing
   boot                      start again, with empty disks
-  rekey                     boot with another host key
   restart_sshd | kill_sessions
   mem MB | cpu PERCENT | pids N    small means
   disk MB [DIR]             leave only MB free in /tmp, or DIR

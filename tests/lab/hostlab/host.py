@@ -217,12 +217,6 @@ class Host:
                     continue
             seen |= new
 
-    def sigstop(self) -> None:
-        """Stop all its processes by signal; who entered from outside has stopped, too, when this returns."""
-        self.signal(signal.SIGSTOP)
-        # nsenter(1) stops itself some time after its child. One that did so after `sigcont` would stay stopped.
-        wait_until(lambda: set(self._entries().values()) <= {"T"}, BOOT_S, "who entered %s has stopped" % self.name)
-
     def sigcont(self) -> None:
         """Let them go on."""
         self.signal(signal.SIGCONT)
@@ -268,14 +262,6 @@ class Host:
         self.lab.configure(self.name, self.options)
         self.lab.inside(*boot_argv(self.name))
         self.wait_up()
-
-    def rekey(self) -> None:
-        """Give it another host key (until the lab ends) and boot it."""
-        self.touched = True
-        key = layout.STATE / "hosts.d" / self.name / "key"
-        make = "rm -f %s; exec ssh-keygen -q -t ed25519 -N '' -C lab -f %s" % (key, key)
-        self.lab.inside("sh", "-c", make)
-        self.boot(self.options)
 
     def wait_up(self) -> None:
         """Wait until its sshd listens; LabError with its words if it does not."""
