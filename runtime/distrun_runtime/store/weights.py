@@ -411,11 +411,19 @@ class PlannedUpdate:
 
         sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
         own, kind, parts = [each.array for each in stored], dtype, list[TensorColumn]()
+
+        def carried(work: list[Callable[[], Any]], what: object, column: TensorColumn, *way: GpuDevice) -> TensorColumn:
+            """Return a column of one GPU on another, to which work brings it by one copy."""
+            if sum(sizes) * dtype.itemsize > COPIED_BYTES:
+                raise _NoPlan
+            there, here = (self._bucket(each, sum(sizes), what, dtype) for each in way)
+            work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, dtype))
+            work.append(partial(way[1].write, here, there))
+            return TensorColumn.within(Read, here, sizes)
+
         for at, column in enumerate(self._call.parts):
             there, part = _device_of(column, numbers), column.arrays.some(numbers)
-            parts.append(
-                part if there is home else self._carried(self._before, part, there, home, sizes=sizes, what=(at, dtype))
-            )
+            parts.append(part if there is home else carried(self._before, at, part, there, home))
         if parts and self._sums_first:
             kind = work_dtype(dtype)
             bucket = self._bucket(home, sum(sizes), "sums", kind)
@@ -432,29 +440,9 @@ class PlannedUpdate:
             self._before.append(home.sum_lists(parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
         for there, columns in outs.items():
             value = TensorColumn.of(Read, own)
-            if there is not home:
-                value = self._carried(self._after, value, home, there, sizes=sizes, what=("outs", dtype))
+            value = value if there is home else carried(self._after, "outs", value, home, there)
             self._after.append(there.sum_lists([value], columns, sizes, dtype))
         return parts
-
-    def _carried(
-        self,
-        work: list[Callable[[], object]],
-        column: TensorColumn,
-        *way: GpuDevice,
-        sizes: list[int],
-        what: tuple[object, DType],
-    ) -> TensorColumn:
-        """Return a column of one GPU on another, to which work brings it by one copy."""
-        from distrun_runtime.arrays.cuda import Read, Write
-        from distrun_runtime.arrays.gpu import TensorColumn
-
-        there, here = (self._bucket(each, sum(sizes), *what) for each in way)
-        if there.nbytes > COPIED_BYTES:
-            raise _NoPlan
-        work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, what[1]))
-        work.append(partial(way[1].write, here, there))
-        return TensorColumn.within(Read, here, sizes)
 
     def _bucket(self, device: GpuDevice, size: int, what: object, dtype: DType) -> GpuArray:
         """Return a flat array that the plans of a store share: one call uses it at a time."""

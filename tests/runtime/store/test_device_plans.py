@@ -26,6 +26,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.values import Values
+from distrun_runtime.store import weights
 
 SHAPES = [(7, 3), (300,), (1,), (), (64, 2)]
 RULES: dict[str, dict[str, Any]] = {
@@ -193,6 +194,17 @@ def test_tensors_on_two_gpus_are_planned_with_a_copy_each_way(
     pair.push(k)
     pair.pull(2)
     assert machine.standin.calls["copy_peer"] - copied <= 2 * len(set(kinds)) * k
+
+
+def test_what_is_too_large_for_a_bucket_is_copied_as_without_a_plan(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "COPIED_BYTES", 64)
+    pair = Pair(torch, rule="sgd", gpus=2)
+    for _ in range(3):
+        pair.push(2)
+        pair.pull(2)
+    assert pair.plans == 0
 
 
 @pytest.mark.parametrize(("rule", "gpus", "seed"), [("", 1, 0), ("sgd", 1, 1), ("adam", 2, 2)])
