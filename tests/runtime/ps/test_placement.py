@@ -448,7 +448,7 @@ def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine
         made.run(script)
     text = str(caught.value)
     assert "server-0 cannot take the values of key 'w'" in text
-    assert "wanted 1048576 bytes, free are 0 of 1048576" in text
+    assert "wanted 4194304 bytes, free are 1048576 of 1048576" in text
     assert "--server-device cpu" in text
 
 
