@@ -155,19 +155,6 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "dtypes",
-        "has_rows",
-        "kept",
-        "keys",
-        "named",
-        "pulled_next",
-        "records",
-        "shapes",
-        "size_bytes",
-    )
-
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
         self.keys = [record.key for record in self.records]
