@@ -51,11 +51,11 @@ def test_a_steady_push_and_pull_enters_no_more_than_its_limit() -> None:
     flight than ever before, or a wait lasts so long that it may have to be reported. The map names their files, too.
     """
     count = 4  # the first one is the warm-up
-    # A node that gets no processor for seconds is not to be taken for lost.
-    beats = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}
+    # A node that gets no processor for seconds is not to be taken for lost. Copies are made alike on all machines.
+    fixed = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60", "DISTRUN_COPY_THREADS": "2"}
     with ManualJob(workers=2, servers=1) as job:
         out = job.path("walk")
-        env = walks.watched(out, WALK_STEPS="1", **beats)
+        env = walks.watched(out, WALK_STEPS="1", **fixed)
         job.start("scheduler")
         server = job.processes[job.start("server", **env)].pid
         for _ in range(2):

@@ -256,19 +256,19 @@ class CpuDevice:
         copy(array, out)
 
 
-# An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
-@np.errstate(over="ignore", invalid="ignore")
 def _sum(parts: Sequence[Array], out: Array) -> None:
     is_plain = dtypes.work_dtype(out.dtype) == out.dtype and [part.dtype for part in parts] == [out.dtype] * len(parts)
-    if is_plain and len(parts) == 1:
-        out[...] = parts[0]
-    elif is_plain and len(parts) == 2:
-        np.add(parts[0], parts[1], out)
-    else:
-        add = _add if is_plain else _add_wide
-        for begin in range(0, len(out), CHUNK):
-            run = slice(begin, begin + CHUNK)
-            add([part[run] for part in parts], out[run])
+    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if is_plain and len(parts) == 1:
+            out[...] = parts[0]
+        elif is_plain and len(parts) == 2:
+            np.add(parts[0], parts[1], out)
+        else:
+            add = _add if is_plain else _add_wide
+            for begin in range(0, len(out), CHUNK):
+                run = slice(begin, begin + CHUNK)
+                add([part[run] for part in parts], out[run])
 
 
 def _add(parts: Sequence[Array], out: Array) -> None:

@@ -493,8 +493,7 @@ class Values:
         """Write sums, which are the values of shards on this side from then on."""
         if side not in of.targets:
             of.targets[side] = of.views(self.arenas[of.code], side)
-        for parts, target in zip(addends, of.targets[side]):  # noqa: B905 (as many)
-            self.device.sum(parts, target)
+        self.device.sums(zip(addends, of.targets[side]))  # noqa: B905 (as many)
         if side != of.progress.side:
             self.side[of.index] = of.progress.side = side
 
