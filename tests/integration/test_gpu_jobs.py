@@ -200,3 +200,19 @@ def test_a_process_whose_gpu_has_failed_says_so_at_every_call_and_ends() -> None
     for text in (done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]):
         assert "cudaErrorIllegalAddress" in text
         assert "this process cannot use the GPU any more" in text
+
+
+LARGE = (
+    TRAIN.replace("(300,)", "(30000,)")
+    .replace("(20, 30)", "(200, 300)")
+    .replace("range(3):\n", "range(6):\n    kv.barrier()\n")
+)
+
+
+def test_workers_and_servers_on_one_gpu_share_its_memory_and_have_the_bytes_of_a_job_without(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "gpu", "--env", "PS_VERBOSE=1", script=LARGE)
+    assert code == 0, said
+    assert said.count("path=gpu") >= 8, said
+    code, said = launch(distrun, "cpu", "cpu", script=LARGE)
+    assert code == 0, said
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message as wire
@@ -127,7 +128,7 @@ class Steady:
             self._forget()
         head = bytes(frames[0])
         is_odd = len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS
-        if is_odd or len(frames) < 2 or len(frames[1]):
+        if is_odd or len(frames) < 2 or len(frames[1]) or (IN_USE and place_of(frames[-1]) is not None):
             return None
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
         if values is None:

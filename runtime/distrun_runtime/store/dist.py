@@ -278,6 +278,7 @@ class DistBackend(StoreBackend):
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
         self.reducer = reducer_for(type_name, node.empty, self._compressor)
+        self.reducer.exports = node.exports
         self._node = node
         self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
