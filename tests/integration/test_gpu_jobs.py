@@ -216,3 +216,38 @@ def test_workers_and_servers_on_one_gpu_share_its_memory_and_have_the_bytes_of_a
     code, said = launch(distrun, "cpu", "cpu", script=LARGE)
     assert code == 0, said
     assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_on_another_gpu_goes_by_way_of_the_host_and_the_log_says_why(distrun: Distrun) -> None:
+    words = ("--env", "PS_VERBOSE=1", "--env-worker", "STANDIN_UUID=7")
+    code, said = launch(distrun, "gpu:0", "gpu", *words, script=LARGE)
+    assert code == 0, said
+    assert "path=gpu" not in said
+    assert "path=segments reason=this process does not use the GPU of UUID 0000" in said
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
+LEAVES = """
+import os
+
+import cupy
+import numpy as np
+from distrun_runtime import kvstore
+
+kv = kvstore.create("dist_device_sync")
+kv.init("w", np.zeros(30000, np.float32))
+part, out = cupy.asarray(np.full(30000, 1 + kv.rank, np.float32)), cupy.empty(30000, np.float32)
+for _ in range(4):
+    kv.barrier()
+    kv.push("w", part)
+    if kv.rank == 0:
+        kv.pull("w", out=out)
+assert kv.rank or set(out.get().tolist()) == {3.0}
+"""
+
+
+def test_what_a_worker_has_pushed_on_its_gpu_counts_when_it_has_ended(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "gpu", "--env", "PS_VERBOSE=1", script=LEAVES)
+    assert code == 0, said
+    assert said.count("path=gpu") >= 8, said

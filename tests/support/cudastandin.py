@@ -264,6 +264,7 @@ class StandIn:
         self.dead: DriverError | None = None
         self.pid = os.getpid()
         self.lock = threading.RLock()
+        self.seed = seed
         self._random = random.Random(seed)
         self._eagerness = 0.0 if seed == 0 else self._random.choice([0.1, 0.5, 1.0])
         self._compiled = compiled
@@ -305,6 +306,10 @@ class StandIn:
     def finish(self) -> None:
         """Do what is left to do; raise the first mistake that was found."""
         with self.lock:
+            for event in self._events.values():
+                is_open = event.operation is not None and not event.operation.is_done
+                if event.shared is not None and event.shared.is_ours and is_open and event.shared.is_wanted(1):
+                    self.mistake("the process ends before work is done that another process waits for")
             for state in self._streams.values():
                 while self.dead is None and state.waiting:
                     self._complete(state.waiting[-1])
@@ -319,7 +324,7 @@ class StandIn:
         """Bytes in use of each device."""
         sizes = [0] * self.devices
         for block in self._blocks:
-            if block.is_alive:
+            if block.is_alive and (block.shared is None or block.shared.is_ours):
                 sizes[block.device] += len(block.data)
         return sizes
 

@@ -154,8 +154,8 @@ class GpuExports:
         return array.memory.bytes
 
     def record(self, event: Event) -> None:
-        """Put an event behind all that the device's kernels have to do so far."""
-        with self.order.locked():
+        """Put an event behind all that has written to the segments so far."""
+        with self.order.using(self.gpu.work, reads=[each.uses for each in self.segments]):
             self.order.cuda.record(event, self.gpu.work.stream)
 
     def trim(self) -> None:
@@ -317,6 +317,8 @@ class GpuSharing:
         """Of the one GPU whose memory others can use; None: of none so far."""
         self._grown = grown
         self._unmapped: deque[Pointer] = deque()
+        self._asked: dict[str, Event] = {}
+        """The events of offers that are not mapped yet."""
 
     def open(self, gpu: GpuDevice) -> None:
         """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
@@ -327,30 +329,32 @@ class GpuSharing:
                     IN_USE.append(True)
                     self.exports = made
 
-    def map(self, told: Mapping[str, Any], fd: int, who: str) -> GpuMapping:
-        """Map a segment of another process; closes the descriptor.
+    def map(self, told: Mapping[str, Any], gpu: GpuDevice, fd: int) -> GpuMapping | None:
+        """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
 
         Arguments:
-            told: its `uuid`, `size`, `nonce` and `event`, the last two in hex.
+            told: its `size`, `nonce` and `event`, the last two in hex.
 
         Raises:
             KVError: that cannot be, and why.
         """
-        try:
-            order = devices.gpus().order
-            found = [each for each in devices.opened() if order.cuda.properties(each.physical).uuid == told["uuid"]]
-            if not found:
-                raise KVError(f"this process does not use the GPU of UUID {told['uuid']}")
-            gpu = found[0]
-            event = order.cuda.open_event(gpu.physical, bytes.fromhex(told["event"]))
-            mapping = GpuMapping(gpu, order.cuda.open_shared(gpu.physical, fd, int(told["size"])), self._unmapped)
-        finally:
-            os.close(fd)
+        cuda = devices.gpus().order.cuda
+        if told["event"] not in self._asked:
+            self._asked[told["event"]] = cuda.open_event(gpu.physical, bytes.fromhex(told["event"]))
+        if not cuda.query(self._asked[told["event"]]):
+            return None
+        event = self._asked.pop(told["event"])
+        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, int(told["size"])), self._unmapped)
         IN_USE.append(True)
-        nonce = mapping.frames(Arrival(who, event, lambda: False))[:NONCE_BYTES]
+        nonce = mapping.frames(Arrival("", event, lambda: False, is_over=True))[:NONCE_BYTES]
         if bytes(readable(nonce.data)) != bytes.fromhex(told["nonce"]):
             raise KVError("its memory has another nonce")
         return mapping
+
+    def gpu_of(self, uuid: str) -> GpuDevice | None:
+        """Return the device of a UUID; None: this process does not use it so far."""
+        cuda = devices.gpus().order.cuda
+        return next((each for each in devices.opened() if cuda.properties(each.physical).uuid == uuid), None)
 
     def collect(self) -> None:
         """Let go of what was read, and unmap what is not needed any more."""

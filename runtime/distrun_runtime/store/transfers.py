@@ -211,6 +211,8 @@ class Transfers:
         self._buckets = Buckets()
         self._stitched: Stitched = OrderedDict()
         """What `view` has put together."""
+        self.is_on_gpu = False
+        """Whether servers were told of values on a GPU that they may not have waited for yet."""
         self.relays: set[int] = set()
         """Servers of this host that have got contributions for servers of others, since the store was last settled."""
 
@@ -272,6 +274,7 @@ class Transfers:
             for portion in route.portions:
                 staging = self._staging(portion)
                 if IN_USE and not all(map(is_on_host, values)):
+                    self.is_on_gpu = True
                     loaded.append((portion, _frames_there(portion, values), Payload.PACKED))
                 elif portion.is_plain:
                     loaded.append((portion, portion.gather(values, lent, staging, in_place), Payload.PACKED))

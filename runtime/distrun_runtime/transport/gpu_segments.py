@@ -191,25 +191,30 @@ class GpuSegments:
 
     # A peer's
 
-    def answers(self, peer: GpuPeer, who: str, *, again: bool = False) -> Iterator[dict[str, Any]]:
-        """Map the segments that a peer has offered; yield what it is answered.
+    def answers(self, peer: GpuPeer, *, again: bool = False) -> Iterator[dict[str, Any]]:
+        """Map the segments that a peer has offered, as far as that can be now; yield what it is answered.
 
         Arguments:
-            again: they were answered before, so that only those that can be mapped now are.
+            again: what cannot be mapped yet was told before.
         """
         from distrun_runtime.arrays import device as devices
 
         for number, told in list(peer.offered.items()):
-            if not devices.opened():
+            reason, uuid = "", str(told["uuid"])
+            gpu = self._opened().gpu_of(uuid) if devices.opened() else None
+            if gpu is None:
                 if not again:
-                    yield {"number": number, "reason": "this process uses no GPU so far"}
+                    yield {"number": number, "reason": f"this process does not use the GPU of UUID {uuid} so far"}
                 continue
-            del peer.offered[number]
-            reason = ""
             try:
-                peer.mapped[number] = self._opened().map(told, peer.fds.pop(number), who)
+                mapping = self._opened().map(told, gpu, peer.fds[number])
+                if mapping is None:
+                    continue
+                peer.mapped[number] = mapping
             except (KVError, OSError) as err:
                 reason = str(err)
+            del peer.offered[number]
+            os.close(peer.fds.pop(number))
             yield {"number": number, "reason": reason}
             if not reason:
                 self.open(peer.mapped[number].gpu)

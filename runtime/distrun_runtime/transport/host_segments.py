@@ -550,13 +550,13 @@ class Segments:
         while int(told["number"]) not in peer.gpu.fds:
             self._receive(peer)
         peer.gpu.offered[int(told["number"])] = told
-        yield from self.gpu.answers(peer.gpu, link)
+        yield from self.gpu.answers(peer.gpu)
 
     def retry_gpus(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield answers to offers that could not be taken before, as this process did not use the GPU."""
         for link, peer in self.peers.items():
             if peer.gpu.offered:
-                for told in self.gpu.answers(peer.gpu, link, again=True):
+                for told in self.gpu.answers(peer.gpu, again=True):
                     yield link, told
 
     def gpu_answered(self, link: str, told: Mapping[str, Any]) -> str:
