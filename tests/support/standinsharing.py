@@ -18,6 +18,8 @@ PAGE = 4096
 READERS = 8
 """So many processes may have mapped a block that another has made."""
 EVENTS = 4096
+ENDING: list[bool] = []
+"""Not empty when this process ends: what it has still to do is not done for others, as a GPU does not."""
 _NAME = struct.Struct("<qii")
 
 
@@ -84,7 +86,8 @@ class SharedEvent:
         number = int(self._row[0])
 
         def done() -> None:
-            self._row[1] = max(int(self._row[1]), number)
+            if not ENDING:
+                self._row[1] = max(int(self._row[1]), number)
 
         return done
 

@@ -236,7 +236,7 @@ class GpuSegments:
                 peer.opened[slot] = cuda.open_event(mapping.gpu.physical, peer.names[slot])
             except KVError as err:
                 raise NotShared(f"the event of slot {slot}: {err}") from err
-        return mapping.frames(Arrival(who, peer.opened[slot], has_ended))
+        return mapping.frames(Arrival(f"the process at {who}", peer.opened[slot], has_ended))
 
     def collect(self) -> None:
         """Let go of what was read, and unmap what is not needed any more."""

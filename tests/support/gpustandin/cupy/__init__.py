@@ -29,6 +29,7 @@ import numpy as np
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import cxx
+import standinsharing
 from cudastandin import StandIn, outside_of_locks
 
 from distrun_runtime.arrays import cupy_driver
@@ -126,6 +127,7 @@ cuda = SimpleNamespace(
 
 
 def _finish() -> None:
+    standinsharing.ENDING.append(True)
     with contextlib.suppress(DriverError, AssertionError):  # of a device that is of no use any more; it is noted
         if os.getpid() == standin.pid:
             standin.finish()
