@@ -107,6 +107,14 @@ class Plan:
     """Whose arrays a job's workers have."""
     server_device: str = "gpu:0"
     """Of jobs with a `dist_device_sync` store; empty: what the launcher chooses."""
+    env: tuple[str, ...] = ()
+    """Of jobs: variables and their values."""
+    steps: int = 20
+    """Of training, in a run."""
+    width: int = 64
+    """Of the images."""
+    device: str = "cuda:0"
+    """On which torch trains."""
     deadline: float = math.inf
     """By time.monotonic(): no run begins after it."""
 
@@ -932,6 +940,12 @@ def round_beside_bus(card: Card, plan: Plan) -> Iterator[Row]:
     moved = (3 * workers + 1) * nbytes
     yield row(work, against, times, [Times(least)] * len(times), goal=0.5, moved_bytes=moved)
 
+    for wanted, words in ((0.008, ""), (0.015, ", by way of the host")):
+        if words:
+            own = replace(plan, env=("DISTRUN_DATA_PATHS=host",))
+            times = rounds_of_jobs(own, {"dist_device_sync": plan.server_device}, 1)["dist_device_sync"]
+        yield row(work + words, "%g ms" % (wanted * 1e3), times, [Times(wanted)] * len(times), goal=1.0)
+
 
 def seconds_over_bus(workers: int, nbytes: int, out: float, into: float) -> float:
     """Return what a round takes at least whose workers and servers are on one GPU.
@@ -953,12 +967,62 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     left = 600 if math.isinf(plan.deadline) else max(1, math.ceil(plan.deadline - time.monotonic()))
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local", "-n", "2"]
     command += ["-s", "2", "--timeout", str(left), *(["--server-device", server_device] if server_device else [])]
+    command += [word for each in plan.env for word in ("--env", each)]
     command += [sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_round.py")]
     expected = {"cpu": "cpu:0", "": "any"}.get(server_device, server_device)
     command += [plan.model, str(plan.job_rounds), store, str(k), plan.arrays, expected]
     reports = reports_of(command, "%s, k = %d" % (store, k), 2, on_hosts=False)
     if reports is None:
         raise ChildProcessError("%s, k = %d: the job failed; its output says why" % (store, k))
+    return slowest([each["times_s"] for each in reports])
+
+
+def training(card: Card, plan: Plan) -> Iterator[Row]:
+    """Training steps of two workers on one GPU: the trainer beside DistributedDataParallel; and alone, to be shown.
+
+    A run fails if the weights are others than without a GPU.
+    """
+    if card.torch is None:
+        raise Missing(NO_TORCH)
+    found: dict[str, list[Times]] = {"trainer": [], "ddp": [], "none": []}
+    for _ in range(plan.job_runs):
+        if found["none"] and time.monotonic() > plan.deadline:
+            break
+        for form, times in found.items():
+            times.append(Times(steps_of_job(plan, form)))
+    work = "ResNet-18, batches of 16 images, 2 workers on one GPU: a step"
+    yield row(
+        work + " with the trainer", "DistributedDataParallel over gloo", found["trainer"], found["ddp"], goal=1 / 0.6
+    )
+    yield row(work + " with the trainer", "the same without communication", found["trainer"], found["none"])
+
+
+def steps_of_job(plan: Plan, form: str) -> float:
+    """Run a job of two ranks of `peers/gpu_training.py`; return the median seconds of a step.
+
+    Raises:
+        ChildProcessError: it failed, or the weights are wrong.
+    """
+    left = 600 if math.isinf(plan.deadline) else max(1, math.ceil(plan.deadline - time.monotonic()))
+    servers = ["-s", "2", "--server-device", plan.server_device] if form == "trainer" else ["-s", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "distrun",
+        "launch",
+        "-q",
+        "--no-prefix",
+        "--launcher",
+        "local",
+        "-n",
+        "2",
+        *servers,
+    ]
+    command += ["--timeout", str(left), sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_training.py")]
+    command += [str(plan.steps), form, plan.device, str(plan.width)]
+    reports = reports_of(command, "training, %s" % form, 2, on_hosts=False)
+    if reports is None:
+        raise ChildProcessError("training, %s: the job failed; its output says why" % form)
     return slowest([each["times_s"] for each in reports])
 
 
@@ -973,9 +1037,10 @@ SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "calls": calls,
     "jobs": jobs,
     "round": round_beside_bus,
+    "training": training,
 }
-WITH_TORCH = ("peers", "rules", "calls")
-SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 1.5}
+WITH_TORCH = ("peers", "rules", "calls", "training")
+SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 3.0, "training": 3.0}
 """Of the time that is left; the others have 1."""
 
 
@@ -1155,7 +1220,8 @@ reads and writes as many bytes in all. Inputs rotate over more than four times w
 compared with float64, of large arrays the first, middle and last elements.
 
 Kernels of lists, decoders of codecs and calls of stores were changed after 2026-11-26, and are not measured since: no
-GPU was at hand. What a call of a store costs beside the work of the GPU, in calls of the driver and in Python's time,
+GPU was at hand. So were rounds of jobs whose processes use one GPU: since 2026-11-28 they
+[share its memory](gpu.md#several-processes-on-one-gpu), and the rows below are of before. What a call of a store costs beside the work of the GPU, in calls of the driver and in Python's time,
 is counted on any machine by `benchmarks/gpu_calls.py`.
 
 Rounds of jobs are of 2 workers and 2 servers in four processes, from cupy's arrays to cupy's arrays. Processes that

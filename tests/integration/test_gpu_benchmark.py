@@ -200,7 +200,7 @@ def test_rounds_of_jobs_are_measured(
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "gpustandin"))
     part = found_by(gpu, card, section, arrays=arrays, server_device=device, job_rounds=1)
     assert (part.state, part.text) == ("done", "")
-    assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5})
+    assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5, 1.0})
 
 
 @pytest.mark.slow
