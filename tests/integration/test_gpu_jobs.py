@@ -233,6 +233,50 @@ def test_a_worker_on_another_gpu_goes_by_way_of_the_host_and_the_log_says_why(di
     assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
 
 
+OTHERS = """
+import sys
+
+import numpy as np
+from distrun_runtime import kvstore
+
+if sys.argv[1] == "gpu":
+    import cupy
+
+put = cupy.asarray if sys.argv[1] == "gpu" else np.array
+found = []
+for number in range(4):
+    kv = kvstore.create("dist_device_sync", deterministic=number == 1)
+    if number == 2:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    if number == 3:
+        kv.set_optimizer("lamb", learning_rate=0.01)
+    kv.init(["a", "b"], [put(np.zeros(30000, np.float32)), put(np.zeros((200, 300), np.float16))])
+    AGREED
+    for turn in range(3):
+        a = np.random.default_rng(turn + 10 * kv.rank).normal(size=30000).astype(np.float32)
+        kv.push(["a", "b"], [put(a), put(np.resize(a, (200, 300)).astype(np.float16))], scale=0.5)
+        if turn == 1:
+            out = np.empty(30000, np.float32)
+            kv.pull("a", out=out)
+            found.append(out.tobytes())
+    with kv.view(["a", "b"]) as arrays:
+        found += [each.tobytes() for each in arrays]
+    kv.close()
+with open("weights-%s-%d" % (sys.argv[1], kv.rank), "wb") as file:
+    file.write(b"".join(found))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_made_on_the_gpu_has_the_same_bytes_where_its_memory_is_shared(distrun: Distrun) -> None:
+    for device, values in (("gpu:0", "gpu"), ("cpu", "cpu")):
+        script = OTHERS.replace("AGREED", AGREED.replace("\n", "\n    "))
+        code, said = launch(distrun, device, values, "--env", "STANDIN_MEMORY=%d" % (1 << 28), script=script)
+        assert code == 0, said
+    assert len(list(distrun.work.glob("weights-*"))) == 4
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
 LEAVES = """
 import sys
 

@@ -273,7 +273,7 @@ class Transfers:
         with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
                 staging = self._staging(portion)
-                if IN_USE and not all(map(is_on_host, values)):
+                if IN_USE and portion.is_plain and not is_on_host(next(portion.cut(values), _NOTHING)):
                     self.is_on_gpu = True
                     loaded.append((portion, _frames_there(portion, values), Payload.PACKED))
                 elif portion.is_plain:
