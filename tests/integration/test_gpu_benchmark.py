@@ -696,6 +696,14 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
     assert (run.code(["smoke"]), run.results.parts["smoke"].text) == (1, "broken\n")
 
 
+def test_memory_that_another_process_shares_outlives_it(checked: Callable[[str], Any]) -> None:
+    folder = ROOT / "tests" / "support" / "gpustandin"
+    run = checked('PYTHONPATH=%s exec %s "$@"\n' % (folder, sys.executable))
+    run.run("sharing")
+    assert run.code(["sharing"]) == 0
+    assert "after kill -9 of the other process: its memory" in run.results.parts["sharing"].text
+
+
 def test_missed_goals_have_an_exit_code_of_their_own(
     check: ModuleType, checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
