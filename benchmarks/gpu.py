@@ -1221,8 +1221,9 @@ compared with float64, of large arrays the first, middle and last elements.
 
 Kernels of lists, decoders of codecs and calls of stores were changed after 2026-11-26, and are not measured since: no
 GPU was at hand. So were rounds of jobs whose processes use one GPU: since 2026-11-28 they
-[share its memory](gpu.md#several-processes-on-one-gpu), and the rows below are of before. What a call of a store costs beside the work of the GPU, in calls of the driver and in Python's time,
-is counted on any machine by `benchmarks/gpu_calls.py`.
+[share its memory](gpu.md#several-processes-on-one-gpu), and the rows below are of before. What a call of a store costs
+beside the work of the GPU, in calls of the driver and in Python's time, is counted on any machine by
+`benchmarks/gpu_calls.py`.
 
 Rounds of jobs are of 2 workers and 2 servers in four processes, from cupy's arrays to cupy's arrays. Processes that
 share a GPU work on it by turns, each for a slice of time, not at once: several GPUs would do better, and the ratios of

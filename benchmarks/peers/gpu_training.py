@@ -1,11 +1,11 @@
 """One rank of training steps of ResNet-18 on a GPU, on its own batch: STEPS ddp|trainer|none DEVICE [SIZE].
 
-`ddp`: torch's DistributedDataParallel over gloo, and its SGD. `trainer`: distrun's Trainer with `dist_device_sync`, whose
-servers update the weights. `none`: torch's SGD without other ranks. DEVICE is `cuda:0`, or `cpu` for a try; SIZE the width
-of the images, 64 if it is not given.
+`ddp`: torch's DistributedDataParallel over gloo, and its SGD. `trainer`: distrun's Trainer with `dist_device_sync`,
+whose servers update the weights. `none`: torch's SGD without other ranks. DEVICE is `cuda:0`, or `cpu` for a try; SIZE
+the width of the images, 64 if it is not given.
 
-With the trainer a small network in float64 is trained first, and compared with one that torch trains on the CPU from the
-gradients of all ranks: the weights are the same as without a GPU.
+With the trainer a small network in float64 is trained first, and compared with one that torch trains on the CPU from
+the gradients of all ranks: the weights are the same as without a GPU.
 """
 
 from __future__ import annotations

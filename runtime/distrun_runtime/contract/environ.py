@@ -282,8 +282,8 @@ _TUNING = (
     ),
     _reads(
         "DISTRUN_DATA_PATHS",
-        "For finding faults: which ways values may take beside ZeroMQ; `host`: none in a GPU's memory (of servers); `none`:"
-        " all go there, and as messages.",
+        "For finding faults: which ways values may take beside ZeroMQ; `host` (of servers): none in a GPU's memory;"
+        " `none`: all go there, and as messages.",
         choices=("segments", "host", "none"),
         default="segments",
     ),

@@ -95,7 +95,7 @@ def test_an_old_or_missing_library_is_told() -> None:
     def load(name: str) -> Any:
         raise OSError("%s: cannot open shared object file" % name)
 
-    with pytest.raises(DriverError, match="libcuda.so.1: cannot open"):
+    with pytest.raises(DriverError, match="cannot open shared object file"):
         VirtualMemory(load).create(0, SHARED_UNIT)
 
 
