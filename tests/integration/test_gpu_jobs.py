@@ -224,12 +224,23 @@ def test_workers_and_servers_on_one_gpu_share_its_memory_and_have_the_bytes_of_a
 
 
 @pytest.mark.slow
-def test_a_worker_on_another_gpu_goes_by_way_of_the_host_and_the_log_says_why(distrun: Distrun) -> None:
-    words = ("--env", "PS_VERBOSE=1", "--env-worker", "STANDIN_UUID=7")
-    code, said = launch(distrun, "gpu:0", "gpu", *words, script=LARGE)
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--env-worker", "STANDIN_UUID=7"), "reason=this process does not use the GPU of UUID 0000"),
+        (
+            ("--env-worker", "STANDIN_FAULT=open_shared:1:801"),
+            "reason=open_shared on gpu:0 failed: cudaErrorNotSupported",
+        ),
+        (("--env-server", "DISTRUN_DATA_PATHS=host"), ""),
+    ],
+)
+def test_values_that_cannot_be_shared_on_the_gpu_go_by_way_of_the_host_and_the_log_says_why(
+    distrun: Distrun, words: tuple[str, ...], why: str
+) -> None:
+    code, said = launch(distrun, "gpu:0", "gpu", "--env", "PS_VERBOSE=1", *words, script=LARGE)
     assert code == 0, said
-    assert "path=gpu" not in said
-    assert "path=segments reason=this process does not use the GPU of UUID 0000" in said
+    assert "path=segments " + why in said or not why
     assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
 
 
@@ -245,7 +256,7 @@ if sys.argv[1] == "gpu":
 put = cupy.asarray if sys.argv[1] == "gpu" else np.array
 found = []
 for number in range(4):
-    kv = kvstore.create("dist_device_sync", deterministic=number == 1)
+    kv = kvstore.create("dist_device_sync", deterministic=number % 2 == 1)
     if number == 2:
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     if number == 3:
@@ -254,7 +265,7 @@ for number in range(4):
     AGREED
     for turn in range(3):
         a = np.random.default_rng(turn + 10 * kv.rank).normal(size=30000).astype(np.float32)
-        kv.push(["a", "b"], [put(a), put(np.resize(a, (200, 300)).astype(np.float16))], scale=0.5)
+        kv.push(["a", "b"], [put(a), put(np.resize(a, (200, 300)).astype(np.float16))], scale=1 - 0.5 * (number == 0))
         if turn == 1:
             out = np.empty(30000, np.float32)
             kv.pull("a", out=out)
