@@ -716,6 +716,10 @@ def stepping_torch(card: Card, beside: Beside, ours: Stepping) -> Contestant:
     return Contestant(lambda _: optimizer.step(), card.torch_stream)
 
 
+COPY_GOALS = {1 << 26: 0.9, 1 << 24: 0.8, 1 << 22: 0.6}
+"""Parts of the bus that are wanted, from so many bytes on."""
+
+
 def copies(card: Card, plan: Plan) -> Iterator[Row]:
     """Copies between host and GPU, beside one plain copy of as many bytes from page-locked memory."""
     device = card.device
@@ -733,7 +737,7 @@ def copies(card: Card, plan: Plan) -> Iterator[Row]:
         times = compare(card, plan, ways)
         for name in ("out", "in"):
             work = "%s %s" % (size_of(nbytes), name)
-            goal = 0.9 if nbytes >= 1 << 22 else None
+            goal = next((goal for size, goal in COPY_GOALS.items() if nbytes >= size), None)
             against = "a plain copy of page-locked memory"
             locked, other, least = times[name], times[name + ", other"], times["bus " + name]
             yield row(work + ", page-locked", against, locked, least, goal=goal, moved_bytes=nbytes)
@@ -759,7 +763,7 @@ def model_copies(card: Card, plan: Plan) -> Iterator[Row]:
     for name in ("out", "in"):
         work = "%d tensors of %s %s, page-locked" % (len(sizes), plan.model, name)
         against = "a plain copy of as many bytes"
-        yield row(work, against, times[name], times["bus " + name], goal=0.9, moved_bytes=4 * total)
+        yield row(work, against, times[name], times["bus " + name], goal=0.8, moved_bytes=4 * total)
 
 
 def bus(card: Card, array: GpuArray, host: Any, *, is_out: bool) -> Contestant:

@@ -230,7 +230,7 @@ def test_workers_and_servers_on_one_gpu_share_its_memory_and_have_the_bytes_of_a
         (("--env-worker", "STANDIN_UUID=7"), "reason=this process does not use the GPU of UUID 0000"),
         (
             ("--env-worker", "STANDIN_FAULT=open_shared:1:801"),
-            "reason=open_shared on gpu:0 failed: cudaErrorNotSupported",
+            "reason=open_shared on gpu:0 failed: cuda",
         ),
         (("--env-server", "DISTRUN_DATA_PATHS=host"), ""),
     ],
