@@ -12,7 +12,6 @@ Values of another process are only read. The frame is kept until our GPU is know
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import secrets
@@ -119,7 +118,6 @@ class GpuExports:
         """How many segments were given back."""
         self._grown = grown
         self._lock = threading.Lock()
-        gpu.pool.before_trim.append(self.trim)
         self._unused: deque[tuple[GpuSegment, int, int]] = deque()
         """Runs that nothing refers to any more. Whichever thread drops one appends it."""
 
@@ -132,9 +130,7 @@ class GpuExports:
         nbytes = math.prod(shape) * dtype.itemsize
         size = -(-max(1, nbytes) // PAGE) * PAGE
         with self._lock:
-            while self._unused:
-                segment, begin, end = self._unused.popleft()
-                segment.give_back(begin, end)
+            self._take_back()
             places = ((segment, segment.take(size)) for segment in self.segments)
             place = next((each for each in places if each[1] >= 0), None)
             if place is None:
@@ -161,9 +157,7 @@ class GpuExports:
     def trim(self) -> None:
         """Give the segments back of which nothing is in use, but for the first one, which others know."""
         with self._lock:
-            while self._unused:
-                segment, begin, end = self._unused.popleft()
-                segment.give_back(begin, end)
+            self._take_back()
             gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
             self.segments = tuple(each for each in self.segments if each not in gone)
             self.given_back += len(gone)
@@ -172,6 +166,12 @@ class GpuExports:
                 self.order.cuda.close_shared(segment.pointer)
                 os.close(segment.fd)
                 self._account(-segment.pointer.nbytes)
+
+    def _take_back(self) -> None:
+        """Note what is free again. Call with the lock held."""
+        while self._unused:
+            segment, begin, end = self._unused.popleft()
+            segment.give_back(begin, end)
 
     def _make(self, nbytes: int) -> GpuSegment | None:
         """Return a new segment with room for so many bytes; None: there is none. Call with the lock held."""
@@ -203,14 +203,11 @@ class GpuExports:
         pointer, fd = cuda.share(self.gpu.physical, size)
         segment = GpuSegment(pointer, fd, nonce, event, name)
         source = np.frombuffer(nonce, np.uint8)
-        try:
-            with self.order.using(self.gpu.work, writes=[segment.uses], blocks=True):
-                first = pointer.at(0, NONCE_BYTES)
-                cuda.copy(first, HostMemory(address_of(source), NONCE_BYTES), NONCE_BYTES, self.gpu.work.stream)
-            self.record(event)
-        except BaseException:
-            os.close(fd)  # What is mapped stays: it may be in use.
-            raise
+        with self.order.using(self.gpu.work, writes=[segment.uses], blocks=True):
+            first = pointer.at(0, NONCE_BYTES)
+            cuda.copy(first, HostMemory(address_of(source), NONCE_BYTES), NONCE_BYTES, self.gpu.work.stream)
+        with self.order.using(self.gpu.work, reads=[segment.uses]):
+            cuda.record(event, self.gpu.work.stream)
         return segment
 
     def _account(self, size: int) -> bool:
@@ -315,6 +312,8 @@ class GpuSharing:
     def __init__(self, grown: Callable[[], None]) -> None:
         self.exports: GpuExports | None = None
         """Of the one GPU whose memory others can use; None: of none so far."""
+        self.why_not = ""
+        """Why there is none, once it was asked for."""
         self._grown = grown
         self._unmapped: deque[Pointer] = deque()
         self._asked: dict[str, Event] = {}
@@ -324,10 +323,15 @@ class GpuSharing:
         """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
         if self.exports is None:
             made = GpuExports(gpu, devices.gpus().order, self._grown)
-            with contextlib.suppress(CudaError):  # It is told with the call that needs the GPU.
-                if made.empty((1,), np.dtype(np.uint8)) is not None:
-                    IN_USE.append(True)
-                    self.exports = made
+            try:
+                is_made = made.empty((1,), np.dtype(np.uint8)) is not None
+            except CudaError as err:  # A GPU that has failed is told with the call that needs it, too.
+                is_made, made.why_not = False, str(err)
+            if is_made:
+                gpu.pool.before_trim.append(made.trim)
+                IN_USE.append(True)
+                self.exports = made
+            self.why_not = "" if is_made else made.why_not
 
     def map(self, told: Mapping[str, Any], gpu: GpuDevice, fd: int) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.

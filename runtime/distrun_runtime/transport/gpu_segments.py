@@ -109,6 +109,8 @@ class GpuSegments:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._sharing: GpuSharing | None = None
+        self.why_not = ""
+        """Why no memory is offered, until peers' links were told."""
         self._lock = threading.Lock()
 
     @property
@@ -120,7 +122,9 @@ class GpuSegments:
         """Have memory of a GPU offered from now on, if there is none yet. Threads: any."""
         sharing = self._opened()
         with self._lock:
-            sharing.open(gpu)
+            if not sharing.why_not:
+                sharing.open(gpu)
+                self.why_not = sharing.why_not
 
     def _opened(self) -> GpuSharing:
         from distrun_runtime.arrays.gpu_sharing import GpuSharing
@@ -155,16 +159,6 @@ class GpuSegments:
             peer.taken.add(int(told["number"]))
             peer.has_taken = True
         return str(told["reason"])
-
-    @property
-    def numbers(self) -> set[int]:
-        """Numbers of our segments."""
-        return set() if self.exports is None else {segment.number for segment in self.exports.segments}
-
-    @property
-    def given_back(self) -> int:
-        """How many segments were given back."""
-        return 0 if self.exports is None else self.exports.given_back
 
     def refer(self, peer: GpuPeer, frame: Buffer, place: FramePlace) -> Reference | None:
         """Return a reference to a frame of ours; None: the peer cannot read it."""

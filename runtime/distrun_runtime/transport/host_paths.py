@@ -219,6 +219,9 @@ class BulkTransport:
             self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
         for link, numbers in self._segments.retract().items():
             self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
+        why_not, self._segments.gpu.why_not = self._segments.gpu.why_not, ""
+        for link in self._segments.peers if why_not else ():
+            self._chose(link, "segments", why_not)
         for link, told in self._segments.gpu_offers():
             self._say(link, BulkKind.GPU_OFFER, {"gpu": told})
         for link, told in self._segments.retry_gpus():

@@ -402,7 +402,8 @@ class Segments:
         Returns:
             By link: the numbers of those of which it is to be told.
         """
-        given_back = self.gpu.given_back if IN_USE else 0
+        exports = self.gpu.exports if IN_USE else None
+        given_back = 0 if exports is None else exports.given_back
         for pool in self._pools:
             pool.collect()
             given_back += pool.given_back
@@ -410,7 +411,7 @@ class Segments:
             return {}
         self._given_back = given_back
         present = {number for pool in self._pools for number in pool.numbers}
-        present |= self.gpu.numbers if IN_USE else set()
+        present |= {segment.number for segment in exports.segments} if exports is not None else set()
         told: dict[str, list[int]] = {}
         for link, peer in self.peers.items():
             gone = (peer.told | peer.gpu.told) - present

@@ -22,6 +22,7 @@ from cudastandin import Mistake
 from gpukit import Machine, gpus_of_process
 from transports import LONG, WELCOME, endpoint, welcomed
 
+from distrun_runtime.arrays.cuda import DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
 from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
@@ -160,6 +161,17 @@ def test_rounds_in_any_order_have_the_values_that_were_sent(pair: Pair) -> None:
     pair.until(lambda: not pair.server._in_use and not pair.worker._in_use)
     exports.trim()
     assert len(exports.segments) == 1
+
+
+def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int, nbytes: int) -> Any:
+        raise DriverError(801, "CUDA_ERROR_NOT_SUPPORTED", "memory as a descriptor")
+
+    monkeypatch.setattr(pair.machine.standin, "share", refuse)
+    assert "CUDA_ERROR_NOT_SUPPORTED" in pair.agree("segments", 1)[0]
+    pair.server.share_gpu(pair.gpu)
+    pair.poll()
+    assert len(pair.chosen) == 3
 
 
 @pytest.mark.parametrize(
