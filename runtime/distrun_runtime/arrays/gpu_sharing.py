@@ -198,16 +198,15 @@ class GpuExports:
         return None
 
     def _made(self, size: int) -> GpuSegment:
-        cuda, nonce = self.order.cuda, secrets.token_bytes(NONCE_BYTES)
+        cuda, work, nonce = self.order.cuda, self.gpu.work, secrets.token_bytes(NONCE_BYTES)
         event, name = cuda.share_event(self.gpu.physical)
         pointer, fd = cuda.share(self.gpu.physical, size)
         segment = GpuSegment(pointer, fd, nonce, event, name)
-        source = np.frombuffer(nonce, np.uint8)
-        with self.order.using(self.gpu.work, writes=[segment.uses], blocks=True):
-            first = pointer.at(0, NONCE_BYTES)
-            cuda.copy(first, HostMemory(address_of(source), NONCE_BYTES), NONCE_BYTES, self.gpu.work.stream)
-        with self.order.using(self.gpu.work, reads=[segment.uses]):
-            cuda.record(event, self.gpu.work.stream)
+        source = HostMemory(address_of(np.frombuffer(nonce, np.uint8)), NONCE_BYTES)
+        with self.order.using(work, writes=[segment.uses], blocks=True):
+            cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
+        with self.order.using(work, reads=[segment.uses]):
+            cuda.record(event, work.stream)
         return segment
 
     def _account(self, size: int) -> bool:
