@@ -107,6 +107,14 @@ class Plan:
     """Whose arrays a job's workers have."""
     server_device: str = "gpu:0"
     """Of jobs with a `dist_device_sync` store; empty: what the launcher chooses."""
+    env: tuple[str, ...] = ()
+    """Of jobs: variables and their values."""
+    steps: int = 20
+    """Of training, in a run."""
+    width: int = 64
+    """Of the images."""
+    device: str = "cuda:0"
+    """On which torch trains."""
     deadline: float = math.inf
     """By time.monotonic(): no run begins after it."""
     is_small: bool = False
@@ -710,6 +718,10 @@ def stepping_torch(card: Card, beside: Beside, ours: Stepping) -> Contestant:
     return Contestant(lambda _: optimizer.step(), card.torch_stream)
 
 
+COPY_GOALS = {1 << 26: 0.9, 1 << 24: 0.8, 1 << 22: 0.6}
+"""Parts of the bus that are wanted, from so many bytes on."""
+
+
 def copies(card: Card, plan: Plan) -> Iterator[Row]:
     """Copies between host and GPU, beside one plain copy of as many bytes from page-locked memory."""
     device = card.device
@@ -727,7 +739,7 @@ def copies(card: Card, plan: Plan) -> Iterator[Row]:
         times = compare(card, plan, ways)
         for name in ("out", "in"):
             work = "%s %s" % (size_of(nbytes), name)
-            goal = 0.9 if nbytes >= 1 << 22 else None
+            goal = next((goal for size, goal in COPY_GOALS.items() if nbytes >= size), None)
             against = "a plain copy of page-locked memory"
             locked, other, least = times[name], times[name + ", other"], times["bus " + name]
             yield row(work + ", page-locked", against, locked, least, goal=goal, moved_bytes=nbytes)
@@ -753,7 +765,7 @@ def model_copies(card: Card, plan: Plan) -> Iterator[Row]:
     for name in ("out", "in"):
         work = "%d tensors of %s %s, page-locked" % (len(sizes), plan.model, name)
         against = "a plain copy of as many bytes"
-        yield row(work, against, times[name], times["bus " + name], goal=0.9, moved_bytes=4 * total)
+        yield row(work, against, times[name], times["bus " + name], goal=0.8, moved_bytes=4 * total)
 
 
 def bus(card: Card, array: GpuArray, host: Any, *, is_out: bool) -> Contestant:
@@ -934,6 +946,12 @@ def round_beside_bus(card: Card, plan: Plan) -> Iterator[Row]:
     moved = (3 * workers + 1) * nbytes
     yield row(work, against, times, [Times(least)] * len(times), goal=0.5, moved_bytes=moved)
 
+    for wanted, words in ((0.008, ""), (0.015, ", by way of the host")):
+        if words:
+            own = replace(plan, env=("DISTRUN_DATA_PATHS=host",))
+            times = rounds_of_jobs(own, {"dist_device_sync": plan.server_device}, 1)["dist_device_sync"]
+        yield row(work + words, "%g ms" % (wanted * 1e3), times, [Times(wanted)] * len(times), goal=1.0)
+
 
 def seconds_over_bus(workers: int, nbytes: int, out: float, into: float) -> float:
     """Return what a round takes at least whose workers and servers are on one GPU.
@@ -955,6 +973,7 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     left = 600 if math.isinf(plan.deadline) else max(1, math.ceil(plan.deadline - time.monotonic()))
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local", "-n", "2"]
     command += ["-s", "2", "--timeout", str(left), *(["--server-device", server_device] if server_device else [])]
+    command += [word for each in plan.env for word in ("--env", each)]
     command += [sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_round.py")]
     expected = {"cpu": "cpu:0", "": "any"}.get(server_device, server_device)
     command += [plan.model, str(plan.job_rounds), store, str(k), plan.arrays, expected]
@@ -1000,6 +1019,55 @@ def cores(card: Card, plan: Plan) -> Iterator[Row]:
         raise Missing(NO_TORCH)
 
 
+def training(card: Card, plan: Plan) -> Iterator[Row]:
+    """Training steps of two workers on one GPU: the trainer beside DistributedDataParallel; and alone, to be shown.
+
+    A run fails if the weights are others than without a GPU.
+    """
+    if card.torch is None:
+        raise Missing(NO_TORCH)
+    found: dict[str, list[Times]] = {"trainer": [], "ddp": [], "none": []}
+    for _ in range(plan.job_runs):
+        if found["none"] and time.monotonic() > plan.deadline:
+            break
+        for form, times in found.items():
+            times.append(Times(steps_of_job(plan, form)))
+    work = "ResNet-18, batches of 16 images, 2 workers on one GPU: a step"
+    yield row(
+        work + " with the trainer", "DistributedDataParallel over gloo", found["trainer"], found["ddp"], goal=1 / 0.6
+    )
+    yield row(work + " with the trainer", "the same without communication", found["trainer"], found["none"])
+
+
+def steps_of_job(plan: Plan, form: str) -> float:
+    """Run a job of two ranks of `peers/gpu_training.py`; return the median seconds of a step.
+
+    Raises:
+        ChildProcessError: it failed, or the weights are wrong.
+    """
+    left = 600 if math.isinf(plan.deadline) else max(1, math.ceil(plan.deadline - time.monotonic()))
+    servers = ["-s", "2", "--server-device", plan.server_device] if form == "trainer" else ["-s", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "distrun",
+        "launch",
+        "-q",
+        "--no-prefix",
+        "--launcher",
+        "local",
+        "-n",
+        "2",
+        *servers,
+    ]
+    command += ["--timeout", str(left), sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_training.py")]
+    command += [str(plan.steps), form, plan.device, str(plan.width)]
+    reports = reports_of(command, "training, %s" % form, 2, on_hosts=False)
+    if reports is None:
+        raise ChildProcessError("training, %s: the job failed; its output says why" % form)
+    return slowest([each["times_s"] for each in reports])
+
+
 SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "sums": sums,
     "model": model,
@@ -1012,9 +1080,10 @@ SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "jobs": jobs,
     "round": round_beside_bus,
     "cores": cores,
+    "training": training,
 }
-WITH_TORCH = ("peers", "rules", "calls")
-SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 1.5}
+WITH_TORCH = ("peers", "rules", "calls", "training")
+SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 3.0, "training": 3.0}
 """Of the time that is left; the others have 1."""
 
 
@@ -1194,8 +1263,10 @@ reads and writes as many bytes in all. Inputs rotate over more than four times w
 compared with float64, of large arrays the first, middle and last elements.
 
 Kernels of lists, decoders of codecs and calls of stores were changed after 2026-11-26, and are not measured since: no
-GPU was at hand. What a call of a store costs beside the work of the GPU, in calls of the driver and in Python's time,
-is counted on any machine by `benchmarks/gpu_calls.py`.
+GPU was at hand. So were rounds of jobs whose processes use one GPU: since 2026-11-28 they
+[share its memory](gpu.md#several-processes-on-one-gpu), and the rows below are of before. What a call of a store costs
+beside the work of the GPU, in calls of the driver and in Python's time, is counted on any machine by
+`benchmarks/gpu_calls.py`.
 
 Rounds of jobs are of 2 workers and 2 servers in four processes, from cupy's arrays to cupy's arrays. Processes that
 share a GPU work on it by turns, each for a slice of time, not at once: several GPUs would do better, and the ratios of

@@ -151,10 +151,10 @@ def test_copies_are_measured_beside_plain_ones_and_those_of_4_mib_have_a_goal(gp
     part = found_by(gpu, card, "copies", copies=(1 << 12, 1 << 22))
     assert (part.state, part.text) == ("done", "")
     assert [(row.work, row.goal) for row in part.rows if row.goal] == [
-        ("4 MiB out, page-locked", 0.9),
-        ("4 MiB in, page-locked", 0.9),
-        ("5 tensors of 5x300 out, page-locked", 0.9),
-        ("5 tensors of 5x300 in, page-locked", 0.9),
+        ("4 MiB out, page-locked", 0.6),
+        ("4 MiB in, page-locked", 0.6),
+        ("5 tensors of 5x300 out, page-locked", 0.8),
+        ("5 tensors of 5x300 in, page-locked", 0.8),
     ]
     assert all(row.event_s is None for row in part.rows)
 
@@ -200,7 +200,7 @@ def test_rounds_of_jobs_are_measured(
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "gpustandin"))
     part = found_by(gpu, card, section, arrays=arrays, server_device=device, job_rounds=1)
     assert (part.state, part.text) == ("done", "")
-    assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5})
+    assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5, 1.0})
 
 
 def test_rounds_on_many_cores_have_goals_and_the_first_is_compared_with_gloo(
@@ -718,6 +718,14 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
     run = checked("echo broken; exit 1")
     run.run("smoke")
     assert (run.code(["smoke"]), run.results.parts["smoke"].text) == (1, "broken\n")
+
+
+def test_memory_that_another_process_shares_outlives_it(checked: Callable[[str], Any]) -> None:
+    folder = ROOT / "tests" / "support" / "gpustandin"
+    run = checked('PYTHONPATH=%s exec %s "$@"\n' % (folder, sys.executable))
+    run.run("sharing")
+    assert run.code(["sharing"]) == 0
+    assert "after kill -9 of the other process: its memory" in run.results.parts["sharing"].text
 
 
 def test_missed_goals_have_an_exit_code_of_their_own(

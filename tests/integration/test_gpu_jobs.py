@@ -200,3 +200,116 @@ def test_a_process_whose_gpu_has_failed_says_so_at_every_call_and_ends() -> None
     for text in (done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]):
         assert "cudaErrorIllegalAddress" in text
         assert "this process cannot use the GPU any more" in text
+
+
+AGREED = """
+import time
+from distrun_runtime.arrays import device
+while sys.argv[1] == "gpu" and kv._backend._node.exports(device.get("gpu:0")) is None:
+    time.sleep(0.01)
+kv.barrier()
+"""
+LARGE = TRAIN.replace("(300,)", "(30000,)").replace("(20, 30)", "(200, 300)")
+
+
+def test_workers_and_servers_on_one_gpu_share_its_memory_and_have_the_bytes_of_a_job_without(distrun: Distrun) -> None:
+    code, said = launch(
+        distrun, "gpu:0", "gpu", "--env", "PS_VERBOSE=1", script=LARGE.replace("for turn", AGREED + "for turn")
+    )
+    assert code == 0, said
+    assert said.count("path=gpu") == 8, said
+    code, said = launch(distrun, "cpu", "cpu", script=LARGE)
+    assert code == 0, said
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--env-worker", "STANDIN_UUID=7"), "reason=this process does not use the GPU of UUID 0000"),
+        (
+            ("--env-worker", "STANDIN_FAULT=open_shared:1:801"),
+            "reason=open_shared on gpu:0 failed: cuda",
+        ),
+        (("--env-server", "DISTRUN_DATA_PATHS=host"), ""),
+    ],
+)
+def test_values_that_cannot_be_shared_on_the_gpu_go_by_way_of_the_host_and_the_log_says_why(
+    distrun: Distrun, words: tuple[str, ...], why: str
+) -> None:
+    code, said = launch(distrun, "gpu:0", "gpu", "--env", "PS_VERBOSE=1", *words, script=LARGE)
+    assert code == 0, said
+    assert "path=segments " + why in said or not why
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
+OTHERS = """
+import sys
+
+import numpy as np
+from distrun_runtime import kvstore
+
+if sys.argv[1] == "gpu":
+    import cupy
+
+put = cupy.asarray if sys.argv[1] == "gpu" else np.array
+found = []
+for number in range(4):
+    kv = kvstore.create("dist_device_sync", deterministic=number % 2 == 1)
+    if number == 2:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    if number == 3:
+        kv.set_optimizer("lamb", learning_rate=0.01)
+    kv.init(["a", "b"], [put(np.zeros(30000, np.float32)), put(np.zeros((200, 300), np.float16))])
+    AGREED
+    for turn in range(3):
+        a = np.random.default_rng(turn + 10 * kv.rank).normal(size=30000).astype(np.float32)
+        kv.push(["a", "b"], [put(a), put(np.resize(a, (200, 300)).astype(np.float16))], scale=1 - 0.5 * (number == 0))
+        if turn == 1:
+            out = np.empty(30000, np.float32)
+            kv.pull("a", out=out)
+            found.append(out.tobytes())
+    with kv.view(["a", "b"]) as arrays:
+        found += [each.tobytes() for each in arrays]
+    kv.close()
+with open("weights-%s-%d" % (sys.argv[1], kv.rank), "wb") as file:
+    file.write(b"".join(found))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_made_on_the_gpu_has_the_same_bytes_where_its_memory_is_shared(distrun: Distrun) -> None:
+    for device, values in (("gpu:0", "gpu"), ("cpu", "cpu")):
+        script = OTHERS.replace("AGREED", AGREED.replace("\n", "\n    "))
+        code, said = launch(distrun, device, values, "--env", "STANDIN_MEMORY=%d" % (1 << 28), script=script)
+        assert code == 0, said
+    assert len(list(distrun.work.glob("weights-*"))) == 4
+    assert len({path.read_bytes() for path in distrun.work.glob("weights-*")}) == 1
+
+
+LEAVES = """
+import sys
+
+import cupy
+import numpy as np
+from distrun_runtime import kvstore
+
+kv = kvstore.create("dist_device_sync")
+kv.init("w", np.zeros(30000, np.float32))
+AGREED
+part, out = cupy.asarray(np.full(30000, 1 + kv.rank, np.float32)), cupy.empty(30000, np.float32)
+for _ in range(3):
+    kv.push("w", part)
+    if kv.rank == 0:
+        kv.pull("w", out=out)
+assert kv.rank or set(out.get().tolist()) == {3.0}
+"""
+
+
+def test_what_a_worker_has_pushed_on_its_gpu_counts_when_it_has_ended(distrun: Distrun) -> None:
+    code, said = launch(
+        distrun, "gpu:0", "gpu", "-n", "2", "-s", "1", "--env", "PS_VERBOSE=1", script=LEAVES.replace("AGREED", AGREED)
+    )
+    assert code == 0, said
+    assert said.count("path=gpu") == 4, said

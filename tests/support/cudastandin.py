@@ -11,7 +11,10 @@ It is the driver below `distrun_runtime.arrays.cuda.Cuda`. What it does that a G
 * A call that may wait for a GPU, or takes long, is a mistake while its thread holds the lock of an `Order`: all other
   threads that give work would wait with it.
 * Memory is only found at the address and on the device that it has: anything else is a mistake.
-* Each call can be made to fail.
+* What several processes share (`standinsharing`) is checked across them: no process reads what another has not written
+  yet, none overwrites what another still reads, and none waits for another without asking whether that one lives. What
+  a process that was killed had still to do is never done.
+* Each call can be made to fail, or to be the process's last.
 
 A mistake is raised where it is found, and once more by `finish`, in case that the code under test caught it.
 
@@ -25,16 +28,20 @@ import ctypes
 import functools
 import os
 import random
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 from typing import Any, TypeVar
 
 import numpy as np
+from standinsharing import EventPage, SharedBlock, SharedEvent
 
 from distrun_runtime.arrays.cuda import (
+    SHARED_UNIT,
     STICKY,
     Argument,
     DriverError,
@@ -76,7 +83,7 @@ ALIGNMENT = 256
 ASKS_BEFORE_DONE = 20
 """So often an event is not yet completed when it is asked."""
 
-BLOCKING = {"alloc", "free", "register", "unregister", "load", "synchronize", "enable_peer"}
+BLOCKING = {"alloc", "free", "register", "unregister", "load", "synchronize", "enable_peer", "share", "open_shared"}
 """Calls that may wait for a GPU, or take long; so may copies from and to memory of the host that is not page-locked."""
 
 Clock = dict[int, int]
@@ -155,6 +162,7 @@ class Block:
     data: np.ndarray[Any, Any]
     is_alive: bool = True
     is_readonly: bool = False
+    shared: SharedBlock | None = None
     accesses: list[Access] = field(default_factory=list)
 
     @property
@@ -175,6 +183,7 @@ class EventState:
     operation: Operation | None = None
     clock: Clock = field(default_factory=dict)
     asked: int = 0
+    shared: SharedEvent | None = None
 
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -192,6 +201,8 @@ def call(method: T) -> T:
             self.check_free(name)
         with self.lock:
             self.calls[name] += 1
+            if self.kill_at and sum(self.calls.values()) >= self.kill_at:
+                os.kill(self.pid, signal.SIGKILL)
             if self.dead is not None:
                 raise self.dead
             code = self.faults.pop((name, self.calls[name]), None)
@@ -218,6 +229,7 @@ class StandIn:
         memory: bytes of each.
         locks_readonly: memory can be registered that is mapped without the right to write.
         peers: pairs of devices of which the first can access the second's memory; None: all.
+        uuid: of the first device; processes on devices of one UUID can share memory.
         seed: draws the order in which independent work is done.
         compiled: makes a program's kernels callable; None: none can be loaded.
     """
@@ -229,11 +241,16 @@ class StandIn:
         memory: int = 1 << 26,
         locks_readonly: bool = True,
         peers: Iterable[tuple[int, int]] | None = None,
+        uuid: int = 0,
         seed: int = 0,
         compiled: Callable[[Program], Compiled] | None = None,
     ) -> None:
         assert 0 <= devices <= 8
         self.devices = devices
+        self.uuid = uuid
+        self.kill_at = 0
+        """The call, of all, at which the process is killed."""
+        self._event_page: EventPage | None = None
         self.memory_bytes = memory
         self.locks_readonly = locks_readonly
         pairs = ((one, other) for one in range(devices) for other in range(devices))
@@ -247,6 +264,7 @@ class StandIn:
         self.dead: DriverError | None = None
         self.pid = os.getpid()
         self.lock = threading.RLock()
+        self.seed = seed
         self._random = random.Random(seed)
         self._eagerness = 0.0 if seed == 0 else self._random.choice([0.1, 0.5, 1.0])
         self._compiled = compiled
@@ -302,7 +320,7 @@ class StandIn:
         """Bytes in use of each device."""
         sizes = [0] * self.devices
         for block in self._blocks:
-            if block.is_alive:
+            if block.is_alive and (block.shared is None or block.shared.is_ours):
                 sizes[block.device] += len(block.data)
         return sizes
 
@@ -325,7 +343,9 @@ class StandIn:
     @call
     def properties(self, device: int) -> Properties:
         self._device(device)
-        return Properties("Stand-in", "%032x" % device, self.memory_bytes, "sm_00", 4, "0000:%02x:00" % device)
+        return Properties(
+            "Stand-in", "%032x" % (self.uuid + device), self.memory_bytes, "sm_00", 4, "0000:%02x:00" % device
+        )
 
     @call
     def memory(self, device: int) -> tuple[int, int]:
@@ -352,6 +372,58 @@ class StandIn:
             raise self.mistake("free of %s, which alloc did not return" % (pointer,))
         self._end(block, "freed")
         block.data[:] = NAN
+
+    @call
+    def share(self, device: int, nbytes: int) -> tuple[int, int]:
+        if nbytes % SHARED_UNIT:
+            raise self.mistake("%d bytes are shared, which is no multiple of %d" % (nbytes, SHARED_UNIT))
+        address = self.alloc(device, nbytes)
+        fd, self._blocks[-1].shared = SharedBlock.made(nbytes)
+        self._blocks[-1].data = self._blocks[-1].shared.data
+        return address, fd
+
+    @call
+    def open_shared(self, device: int, fd: int, nbytes: int) -> int:
+        self._in_context(device)
+        address, self._next[device] = self._next[device], self._next[device] + nbytes + ALIGNMENT
+        shared = SharedBlock.given(fd, nbytes)
+        self._blocks.append(Block(device, address, shared.data, shared=shared, is_readonly=True))
+        return address
+
+    @call
+    def close_shared(self, pointer: Pointer) -> None:
+        block, begin = self._found(pointer, pointer.nbytes)
+        if begin or block.shared is None or len(block.data) != pointer.nbytes:
+            raise self.mistake("close_shared of %s, which is no shared block" % (pointer,))
+        self._end(block, "unmapped")
+
+    @call
+    def share_event(self, device: int) -> tuple[int, bytes]:
+        if self._event_page is None:
+            self._event_page = EventPage()
+            threading.Thread(target=self._go_on, name="stand-in", daemon=True).start()
+        handle = self.make_event(device)
+        self._events[handle].shared = made = self._event_page.made()
+        return handle, made.name
+
+    @call
+    def open_event(self, device: int, name: bytes) -> int:
+        handle = self.make_event(device)
+        try:
+            self._events[handle].shared = SharedEvent.given(name)
+        except OSError:
+            raise error(400) from None
+        return handle
+
+    def _go_on(self) -> None:
+        """A GPU goes on by itself: do what other processes ask for, late."""
+        while True:
+            sleep(0.001)
+            with self.lock, contextlib.suppress(Mistake, DriverError):
+                for state in list(self._events.values()):
+                    is_waiting = state.operation is not None and not state.operation.is_done
+                    if state.shared is not None and is_waiting and state.shared.is_wanted(ASKS_BEFORE_DONE):
+                        self._complete(state.operation)
 
     @call
     def register(self, host: HostMemory, is_readonly: bool) -> None:
@@ -479,13 +551,18 @@ class StandIn:
         state = self._events[event.handle]
         if state.device != stream.device:
             raise error(400)
-        state.operation = self._enqueue("record", stream, _nothing, [])
+        if state.shared is not None and not state.shared.is_ours:
+            raise self.mistake("an event of another process is recorded")
+        run = _nothing if state.shared is None else state.shared.recorded()
+        state.operation = self._enqueue("record", stream, run, [])
         state.clock = dict(self._streams[stream.handle].clock)
         state.asked = 0
 
     @call
     def wait(self, stream: Stream, event: Event) -> None:
         state = self._events[event.handle]
+        if state.shared is not None and not state.shared.is_ours:
+            raise self.mistake("a stream waits for an event of another process, which may be killed")
         if state.operation is None:  # as CUDA has it: nothing to wait for
             return
         self._enqueue("wait", stream, _nothing, [], needs=state.operation)
@@ -494,6 +571,8 @@ class StandIn:
     @call
     def query(self, event: Event) -> bool:
         state = self._events[event.handle]
+        if state.shared is not None and not state.shared.is_ours:
+            return state.shared.ask()
         if state.operation is None:
             return True
         state.asked += 1
@@ -506,6 +585,8 @@ class StandIn:
     @call
     def synchronize(self, event: Event) -> None:
         state = self._events[event.handle]
+        if state.shared is not None and not state.shared.is_ours:
+            raise self.mistake("the host waits without a deadline for an event of another process")
         if state.operation is not None:
             self._complete(state.operation)
             _merge(self._known, state.clock)
@@ -669,6 +750,9 @@ class StandIn:
         clock = state.clock
         _merge(clock, self._known)  # the host calls: what it knows, the stream knows
         time = clock[stream.handle] = clock.get(stream.handle, 0) + 1
+        for block, begin, end, is_write in accesses:
+            if block.shared is not None:
+                run = self._in_step(what, block.shared, run, begin, end, is_write)
         operation = Operation(stream.handle, time, "%s (stream %d, %d)" % (what, stream.handle, time), run, needs)
         for block, begin, end, is_write in accesses:
             kept = []
@@ -690,6 +774,26 @@ class StandIn:
             poison.fill(NAN)
         state.waiting.append(operation)
         return operation
+
+    def _in_step(
+        self, what: str, shared: SharedBlock, run: Callable[[], None], begin: int, end: int, is_write: bool
+    ) -> Callable[[], None]:
+        """Return an operation that uses memory which several processes have, with what finds their mistakes."""
+        if is_write and not shared.is_ours:
+            raise self.mistake("%s writes memory of another process" % what)
+        if not shared.is_ours and shared.is_written(begin, end):
+            raise self.mistake("%s reads memory of another process before that is known to have written it" % what)
+        if not is_write and shared.is_ours:
+            return run
+        shared.count(begin, end, 1)
+
+        def done() -> None:
+            if is_write and shared.is_read(begin, end):
+                raise self.mistake("%s overwrites memory before another process is known to have read it" % what)
+            run()
+            shared.count(begin, end, -1)
+
+        return done
 
     def _advance(self) -> None:
         while self._eagerness and self._random.random() < self._eagerness:

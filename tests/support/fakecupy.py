@@ -40,6 +40,8 @@ SIGNATURES = {
     "streamDestroy": ("stream",),
     "eventCreateWithFlags": ("flags",),
     "eventDestroy": ("event",),
+    "ipcGetEventHandle": ("event",),
+    "ipcOpenEventHandle": ("handle",),
     "memcpyAsync": ("dst", "src", "size", "kind", "stream"),
     "memcpyPeerAsync": ("dst", "dstDevice", "src", "srcDevice", "size", "stream"),
     "memsetAsync": ("ptr", "value", "size", "stream"),

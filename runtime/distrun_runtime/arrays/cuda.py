@@ -1,4 +1,4 @@
-"""CUDA: the about 20 calls that distrun makes, and their errors. Nothing else in distrun calls CUDA.
+"""CUDA: the about 25 calls that distrun makes, and their errors. Nothing else in distrun calls CUDA.
 
     Cuda      what the rest of distrun uses: one object a process
     Driver    who makes the calls: cupy (`cupy_driver`), in the tests a stand-in that finds mistakes
@@ -42,6 +42,8 @@ INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda
 """How to get what a GPU needs."""
 
 OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
+SHARED_UNIT = 2 * 1024 * 1024
+"""Memory that is shared between processes comes in multiples of it."""
 STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Codes after which the process cannot use the device any more: illegal address, launch failure, ECC, a contained
 fault of the hardware (226), and their kin.
@@ -289,6 +291,11 @@ class Driver(Protocol):
     def memory(self, device: int) -> tuple[int, int]: ...
     def alloc(self, device: int, nbytes: int) -> int: ...
     def free(self, pointer: Pointer) -> None: ...
+    def share(self, device: int, nbytes: int) -> tuple[int, int]: ...
+    def open_shared(self, device: int, fd: int, nbytes: int) -> int: ...
+    def close_shared(self, pointer: Pointer) -> None: ...
+    def share_event(self, device: int) -> tuple[int, bytes]: ...
+    def open_event(self, device: int, name: bytes) -> int: ...
     def register(self, host: HostMemory, is_readonly: bool) -> None: ...
     def unregister(self, host: HostMemory) -> None: ...
     def make_stream(self, device: int) -> int: ...
@@ -381,6 +388,40 @@ class Cuda:
         """Give back memory as `alloc` returned it. No operation that uses it may be under way."""
         self._made("free", pointer.device, self._driver.free, pointer)
 
+    def share(self, device: int, nbytes: int) -> tuple[Pointer, int]:
+        """Return new memory of a device that other processes can use, and its descriptor, which the caller closes.
+
+        It is there until no process has it mapped or holds a descriptor of it, whichever of them ends first.
+
+        Arguments:
+            nbytes: a multiple of `SHARED_UNIT`.
+        """
+        address, fd = self._made("share", device, self._driver.share, device, nbytes)
+        return Pointer(address, device, nbytes), fd
+
+    def open_shared(self, device: int, fd: int, nbytes: int) -> Pointer:
+        """Map memory that another process shares, by its descriptor, which stays the caller's."""
+        return Pointer(self._made("open_shared", device, self._driver.open_shared, device, fd, nbytes), device, nbytes)
+
+    def close_shared(self, pointer: Pointer) -> None:
+        """Unmap memory as `share` or `open_shared` returned it. No operation that uses it may be under way."""
+        self._made("close_shared", pointer.device, self._driver.close_shared, pointer)
+
+    def share_event(self, device: int) -> tuple[Event, bytes]:
+        """Return a new event that another process of this host can wait for, and its name, of 64 bytes, for that one.
+
+        Tell the name's receiver of it after `record`: what was never recorded counts as completed.
+        """
+        handle, name = self._made("share_event", device, self._driver.share_event, device)
+        return self._event(device, handle), name
+
+    def open_event(self, device: int, name: bytes) -> Event:
+        """Return the event of another process, to be asked by `query`.
+
+        No stream may wait for it: the other process may be killed, and nothing takes such a wait back.
+        """
+        return self._event(device, self._made("open_event", device, self._driver.open_event, device, name))
+
     def register(self, host: HostMemory, *, is_readonly: bool = False) -> None:
         """Page-lock memory of the host: copies from and to it do not hold up the calling thread.
 
@@ -402,7 +443,9 @@ class Cuda:
 
     def event(self, device: int) -> Event:
         """Return a new event, for streams of this device; it has not been recorded."""
-        handle = self._made("event", device, self._driver.make_event, device)
+        return self._event(device, self._made("event", device, self._driver.make_event, device))
+
+    def _event(self, device: int, handle: int) -> Event:
         event = Event(device, handle)
         weakref.finalize(event, self._dropped, self._driver.end_event, device, handle).atexit = False
         return event

@@ -47,6 +47,7 @@ from distrun_runtime.arrays.cuda import (
     forked_from,
     never_freed,
 )
+from distrun_runtime.arrays.cuda_virtual import VirtualMemory
 from distrun_runtime.arrays.gpu_programs import OPTIONS, THREADS, Program
 from distrun_runtime.contract import private
 
@@ -123,6 +124,8 @@ INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
 NOT_SUPPORTED = 801
 _PORTABLE, _READ_ONLY, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 8, 1, 1 | 2, 4
 """cudaHostRegisterPortable, ReadOnly; cudaStreamNonBlocking; cudaEventBlockingSync, DisableTiming; MemcpyDefault."""
+_INTERPROCESS = 4
+"""cudaEventInterprocess."""
 _REGISTERS_READ_ONLY = 113
 """cudaDevAttrHostRegisterReadOnlySupported."""
 
@@ -159,6 +162,7 @@ class CupyDriver:
         """One of these devices, for calls that need any; None: not known."""
         self._processors: dict[int, int] = {}
         self._folder = find_folder()
+        self._virtual = VirtualMemory()
 
     @contextlib.contextmanager
     def _told(self, device: int | None = None) -> Iterator[Any]:
@@ -222,6 +226,27 @@ class CupyDriver:
     def free(self, pointer: Pointer) -> None:
         with self._told(pointer.device) as runtime:
             runtime.free(pointer.address)
+
+    def share(self, device: int, nbytes: int) -> tuple[int, int]:
+        with self._told(device):
+            return self._virtual.create(device, nbytes)
+
+    def open_shared(self, device: int, fd: int, nbytes: int) -> int:
+        with self._told(device):
+            return self._virtual.map(device, self._virtual.received(fd), nbytes)
+
+    def close_shared(self, pointer: Pointer) -> None:
+        with self._told(pointer.device):
+            self._virtual.unmap(pointer.address, pointer.nbytes)
+
+    def share_event(self, device: int) -> tuple[int, bytes]:
+        with self._told(device) as runtime:
+            event = runtime.eventCreateWithFlags(_EVENT_FLAGS | _INTERPROCESS)
+            return event, bytes(runtime.ipcGetEventHandle(event))
+
+    def open_event(self, device: int, name: bytes) -> int:
+        with self._told(device) as runtime:
+            return int(runtime.ipcOpenEventHandle(name))
 
     def register(self, host: HostMemory, is_readonly: bool) -> None:
         device = self._used

@@ -25,6 +25,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.cores import SHARED, Threads, copy_all
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.gpu_frames import IN_USE, readable
 from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError, StoreClosed
@@ -234,7 +235,9 @@ class CpuDevice:
         return nbytes >= self._threads.bound and self._threads.shares(nbytes)
 
     def elements(self, frame: Buffer, dtype: DType) -> Array:
-        """Return the elements of bytes: a read-only view of them."""
+        """Return the elements of bytes: a read-only view of them, or of their copy if they are on a GPU."""
+        if IN_USE:
+            frame = readable(frame)
         return np.frombuffer(frame, dtype) if memoryview(frame).nbytes else np.empty(0, dtype)
 
     def frame(self, array: Array) -> Buffer:
@@ -485,6 +488,11 @@ def gpus() -> Gpus:
             has_peers = environ.read("MXNET_ENABLE_GPU_P2P")
             _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=has_peers, blocks=BLOCKS))
     return _gpus[0]
+
+
+def opened() -> list[GpuDevice]:
+    """Return the devices that this process has asked for so far."""
+    return _gpus[0].made() if _gpus else []
 
 
 def in_use() -> list[GpuDevice]:

@@ -27,6 +27,7 @@ import numpy as np
 from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, CudaError, HostMemory, Loaded, Pointer, Read, Table, Use, Write
 from distrun_runtime.arrays.dtypes import ALIGNED, Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.gpu_frames import IN_USE, array_of
 from distrun_runtime.arrays.gpu_memory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
 from distrun_runtime.arrays.gpu_programs import Program
@@ -375,7 +376,11 @@ class GpuDevice:
         work(slice(0, size))
 
     def elements(self, frame: Buffer, dtype: DType) -> GpuArray:
-        """Return a copy here of the elements of bytes; they may be overwritten when this returns."""
+        """Return a copy here of the elements of bytes, which may be overwritten when this returns; those of a frame
+        that is on this GPU are not copied."""
+        there: GpuArray | None = array_of(frame, dtype) if IN_USE else None
+        if there is not None:
+            return there if there.device is self else self.put(there)
         return self.put(np.frombuffer(frame, dtype) if memoryview(frame).nbytes else np.empty(0, dtype))
 
     def frame(self, array: GpuArray) -> Buffer:

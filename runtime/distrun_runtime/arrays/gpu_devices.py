@@ -79,7 +79,7 @@ class Gpus:
 
 
 @dataclass(eq=False)
-class _KeptOwner:
+class KeptOwner:
     """What has to be known of borrowed memory when nothing of ours refers to it any more."""
 
     owner: object
@@ -94,13 +94,13 @@ class Keeper:
         """Numbers of what nothing of ours refers to any more."""
         self._order = order
         self._numbers = itertools.count()
-        self._kept: dict[int, _KeptOwner] = {}
+        self._kept: dict[int, KeptOwner] = {}
         # A forked child has a copy: what it would free may call CUDA. In this process it is emptied by `collect`.
         never_freed(self._kept)
         self._marked: list[tuple[list[Mark], list[int]]] = []
         """Marks behind our work on memory that was dropped."""
 
-    def keep(self, kept: _KeptOwner) -> int:
+    def keep(self, kept: KeptOwner) -> int:
         """Keep an owner at least until the number that is returned is `dropped`."""
         number = next(self._numbers)
         self._kept[number] = kept
@@ -109,7 +109,7 @@ class Keeper:
     def keep_until(self, mark: Mark, owner: object) -> None:
         """Keep an owner until all work before a mark is over."""
         with self._order.locked():
-            self._marked.append(([mark], [self.keep(_KeptOwner(owner, Uses()))]))
+            self._marked.append(([mark], [self.keep(KeptOwner(owner, Uses()))]))
 
     def collect(self) -> int:
         """Let go of what is not needed any more; return how many owners are left.
@@ -153,7 +153,7 @@ class Borrowed(Memory):
         """Handle of the stream that the program works on; None: it is not told."""
         self.is_awaited = view.stream is None and not view.is_immutable
         """Nothing but the host can tell the program that the memory is free again."""
-        self._kept = _KeptOwner(view.owner, self.uses)
+        self._kept = KeptOwner(view.owner, self.uses)
         self._number = keeper.keep(self._kept)
 
     def __del__(self) -> None:

@@ -42,8 +42,8 @@ SEGMENT_BYTES = 256 * 1024 * 1024
 LINE = 64
 """Arrays begin at multiples of so many bytes; those of at least a page at pages."""
 
-_NUMBERS = itertools.count(1)
-"""No two segments of a process have one number."""
+NUMBERS = itertools.count(1)
+"""No two segments of a process have one number, of whatever memory they are."""
 
 _SHRINK, _GROW, _FUTURE_WRITE, _ADD_SEALS, _GET_SEALS = 0x2, 0x4, 0x10, 1033, 1034
 """Of fcntl(2): Python names them from 3.13 on, or not at all."""
@@ -129,17 +129,11 @@ BLOCKS = Blocks()
 """Those of this process."""
 
 
-@dataclass(eq=False)
-class Segment:
-    """One segment of this process."""
+class FreeRuns:
+    """What is free of some memory."""
 
-    number: int
-    fd: int
-    memory: mmap.mmap
-    size: int
-    address: int
-    free: list[tuple[int, int]] = field(default_factory=list)
-    """Begin and end of what is free, ascending."""
+    free: list[tuple[int, int]]
+    """Begin and end of each run, ascending."""
 
     def take(self, size: int) -> int:
         """Return where `size` bytes are free that are from now on in use; -1: nowhere."""
@@ -160,6 +154,18 @@ class Segment:
             self.free[index : index + 2] = [(begin, self.free[index + 1][1])]
         if index and self.free[index - 1][1] == self.free[index][0]:
             self.free[index - 1 : index + 1] = [(self.free[index - 1][0], self.free[index][1])]
+
+
+@dataclass(eq=False)
+class Segment(FreeRuns):
+    """One segment of this process."""
+
+    number: int
+    fd: int
+    memory: mmap.mmap
+    size: int
+    address: int
+    free: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Pool:
@@ -394,7 +400,7 @@ def _made(size: int) -> Segment:
         os.close(fd)
         raise
     weakref.finalize(memory, close_unless_forked, fd, os.getpid()).atexit = False
-    return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
+    return Segment(next(NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
 
 
 @lru_cache(maxsize=1)

@@ -282,8 +282,9 @@ _TUNING = (
     ),
     _reads(
         "DISTRUN_DATA_PATHS",
-        "For finding faults: which ways values may take beside ZeroMQ; `none`: all go there, and as messages.",
-        choices=("segments", "none"),
+        "For finding faults: which ways values may take beside ZeroMQ; `host` (of servers): none in a GPU's memory;"
+        " `none`: all go there, and as messages.",
+        choices=("segments", "host", "none"),
         default="segments",
     ),
     _reads(

@@ -15,6 +15,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType, widen, work_dtype
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of, readable
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -176,6 +177,7 @@ def read(
     """
     if device is not None and device.is_gpu:
         return _read_on(device, payload, length, dtype, how)
+    payload = readable(payload) if IN_USE else payload
     if how is PLAIN and dtype.itemsize > 2 and length:
         return Dense(np.frombuffer(payload, dtype), False)  # what follows, for the most frequent case
     if how.codec == codecs.ROWS:
@@ -194,7 +196,9 @@ def _read_on(device: Device, payload: Buffer, length: int, dtype: DType, how: Ho
     if how.codec == codecs.ROWS:
         raise KVError(f"rows are added in the host's memory, not on {device.name}")
     if how.codec == codecs.NONE:
-        return Dense(scaled(widened(device.elements(payload, dtype)), how.scale), is_own=True)
+        given = device.elements(payload, dtype)
+        values = scaled(widened(given), how.scale)
+        return Dense(values, is_own=values is not given or not IN_USE or place_of(payload) is None)
     decoded = device.empty((length,), np.dtype(np.float32))
     codecs.numbered(how.codec).read(payload, decoded, dict(how.params))
     return Dense(scaled(codecs.from_floats(decoded, work_dtype(dtype)), how.scale), is_own=True)

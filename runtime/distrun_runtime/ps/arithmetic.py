@@ -290,7 +290,7 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
 def keep_copies(values: Values) -> None:
     """Copy all contributions that are only referred to, so that their senders may write their memory."""
     if not values.is_on_host:
-        return  # they are copies
+        return  # they are copies, or memory of a GPU that stays as it is until it was read
     for of in values.rounds.values():
         for number, given in list(of.held.items()):
             fold(values, of, int(values.store.dtype[given.shards[0]]), number)

@@ -18,12 +18,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.device import CpuDevice, Device, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -42,6 +43,10 @@ from distrun_runtime.ps.trace import Recorder
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
 from distrun_runtime.transport import base as transport
 from distrun_runtime.transport.host_segments import is_shared
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
@@ -113,6 +118,9 @@ class WorkEngine:
         self._thread: threading.Thread | None = None
         self._wake: Callable[[], None] = lambda: None
         self._is_closed = False
+        self.share_gpu: Callable[[GpuDevice], None] = lambda gpu: None
+        self.exports_to: Callable[[Sequence[str], GpuDevice], GpuExports | None] = lambda links, gpu: None
+        """Of the transport (`host_paths.BulkTransport`)."""
 
     # The order of work
 
@@ -308,6 +316,8 @@ class WorkEngine:
     def _settle(self, values: Values, rule: rules.Rule | None) -> None:
         """Have a store's arrays where they belong, with this rule."""
         device = self._placement.place(values, rule)
+        if device.is_gpu:
+            self.share_gpu(cast("GpuDevice", device))
         if device is values.device:
             return
         try:
@@ -438,7 +448,9 @@ class WorkEngine:
                 raise KVError(
                     f"{wanted - found} of {wanted} values could not be made ready; this server's log says why"
                 )
-            message = replies.reply_of(what, lent)
+            gpu = lent[0].values.device if IN_USE and lent else self._device
+            exports = self.exports_to([what.link], cast("GpuDevice", gpu)) if gpu.is_gpu else None
+            message = replies.reply_of(what, lent, exports)
             if stages.ASKED in what.message.body:
                 held = self._worked.since(what.since, time.monotonic())
                 message = replace(message, body={**message.body, stages.ASKED: held})
@@ -569,6 +581,9 @@ _WORD_BYTES = 4
 
 def _size_of(what: role.EngineWork) -> int:
     """Return about how many bytes work goes over; 0 for work that touches no elements."""
+    batch = getattr(what, "batch", None) or getattr(what, "last", None)
+    if IN_USE and batch is not None and any(map(place_of, batch.message.payloads)):
+        return max(MUCH_BYTES, int(batch.message.size))  # Another process's GPU is waited for.
     match what:
         case role.Fill() | role.Assign() | role.Check() | role.Add() | role.Step():
             return what.batch.message.size

@@ -290,6 +290,8 @@ def serve(role: str) -> int:
     if isinstance(node, Server):
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
         known = Steady(node, engine, counters).take
+        if isinstance(transport, BulkTransport) and config.paths != "host":
+            engine.share_gpu, engine.exports_to = transport.share_gpu, transport.exports_to
     loop = Loop(transport, node, config.token, trace, engine=engine, known=known, publish=publish)
     if isinstance(transport, BulkTransport):
         transport.pour(loop.take)

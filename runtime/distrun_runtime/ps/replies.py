@@ -20,6 +20,11 @@ from distrun_runtime.ps.values import Values
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports
+
+SHARED_BYTES = 32 * 1024
+"""From so many bytes on, values are read on the GPU. For fewer, to order the two processes costs more than the copies.
+"""
 
 
 # Replies to a request: yes, and no with a reason. No side effects.
@@ -140,8 +145,12 @@ def _encoded(values: Values, shard: int, codec: codecs.Codec, what: role.Lend) -
     return known[name]
 
 
-def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
-    """Return the answer to a pull from all that was lent to it."""
+def reply_of(what: role.Deliver, lent: Sequence[ReplyValues], exports: GpuExports | None = None) -> Message:
+    """Return the answer to a pull from all that was lent to it.
+
+    Arguments:
+        exports: memory of a GPU that the receiver reads where it is; None: it does not.
+    """
     is_packed = True
     for each in lent:
         if each.error:
@@ -158,7 +167,7 @@ def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
     for each in lent:
         entries["codec"][each.at] = each.codec
     one = is_packed and len(lent) == 1
-    payloads = frames_of(lent[0]) if one else _frames_in_order(lent, len(entries))
+    payloads = frames_of(lent[0], exports) if one else _frames_in_order(lent, len(entries))
     is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
     return Message(
         what.message.kind,
@@ -173,11 +182,13 @@ def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
     )
 
 
-def frames_of(lent: ReplyValues) -> list[Buffer]:
-    """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
+def frames_of(lent: ReplyValues, exports: GpuExports | None = None) -> list[Buffer]:
+    """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow; `exports` as
+    of `reply_of`."""
     values = lent.values
     if not values.is_on_host:
-        return [memory.data for _, memory in _copied(lent)]
+        is_there = exports is not None and exports.gpu is values.device and lent.copied_bytes >= SHARED_BYTES
+        return [memory.data for _, memory in _copied(lent, exports if is_there else None)]
     found = list(map(values.device.frame, _arrays(values, lent.shards, lent.sides)))
     size = size_of(found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
@@ -217,8 +228,9 @@ def _frames(lent: ReplyValues) -> list[Buffer]:
     return frames
 
 
-def _copied(lent: ReplyValues) -> list[tuple[Array, Array]]:
-    """Return what is lent of a GPU, in memory that processes of this host read where it is.
+def _copied(lent: ReplyValues, exports: GpuExports | None = None) -> list[tuple[Array, Array]]:
+    """Return what is lent of a GPU, in memory that processes of this host read where it is: the host's or, of one
+    dtype, of `exports`.
 
     What other replies carry now, such as those to other workers in a round, is carried by this one too. The rest is
     copied; all of it if it would be many pieces.
@@ -228,15 +240,24 @@ def _copied(lent: ReplyValues) -> list[tuple[Array, Array]]:
     """
     values, shards, sides = lent.values, lent.shards, lent.sides
     sizes = values.store.length[shards] * DTYPE_SIZES[values.store.dtype[shards]]
-    numbers, places, memory = values.copies.find(shards, sides)
+    copies = values.copies if exports is None else values.shared_copies
+    numbers, places, memory = copies.find(shards, sides)
     if len(_breaks(numbers, places, sizes)) > _JOINED_FRAMES:
         numbers[:] = 0
     new = np.flatnonzero(numbers == 0)
     if len(new):
         places[new] = np.cumsum(sizes[new]) - sizes[new]
-        made: Array = values.host.empty((int(sizes[new].sum()),), np.dtype(np.uint8), is_sent=True)
-        cast("GpuDevice", values.device).read_end_to_end(_arrays(values, shards[new], sides[new]), made)
-        number = values.copies.add(shards[new], sides[new], places[new], made)
+        arrays, device = _arrays(values, shards[new], sides[new]), cast("GpuDevice", values.device)
+        if exports is None:
+            made: Array = values.host.empty((int(sizes[new].sum()),), np.dtype(np.uint8), is_sent=True)
+            device.read_end_to_end(arrays, made)
+        else:
+            bucket = exports.empty((sum(map(len, arrays)),), arrays[0].dtype)
+            if bucket is None:
+                return _copied(lent)
+            device.gather([[each] for each in arrays], bucket)
+            made = exports.bytes_of(bucket)
+        number = copies.add(shards[new], sides[new], places[new], made)
         numbers[new] = number
         memory[number] = made
     breaks = _breaks(numbers, places, sizes).tolist()

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.cores import SHARED, copy_all
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
+from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, readable
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import partition
@@ -287,6 +289,14 @@ class Portion:
                 at = end
         return frames
 
+    def cut(self, values: Sequence[DeviceArray]) -> Iterator[DeviceArray]:
+        """Yield what the message carries of the values, in its order; flat, without a copy if they are contiguous."""
+        for part in self.parts:
+            if isinstance(part, _Small):
+                yield from (values[item].reshape(-1) for item in part.items)
+            else:
+                yield values[part.item].reshape(-1)[part.begin : part.end]
+
     def pieces(self, payloads: Sequence[Buffer]) -> Iterator[tuple[int, int, Array]]:
         """Yield for each shard the place of its key in the call, its offset, and its elements in an answer."""
         given = _Elements(payloads, self.dtype)
@@ -294,13 +304,13 @@ class Portion:
         for item, offset, length in zip(self.items.tolist(), *columns, strict=True):
             yield item, offset, given.take(length)
 
-    def runs(self, payloads: Sequence[Buffer]) -> Iterator[tuple[Sequence[int], int, Array]]:
-        """Yield the elements in an answer, in as few runs as there can be.
+    def runs(self, payloads: Sequence[Buffer]) -> Iterator[tuple[Sequence[int], int, DeviceArray]]:
+        """Yield the elements in an answer where they are, in as few runs as there can be.
 
         Each with the places of the keys whose whole values it has, end to end, and 0; or with the place of one key, and
         the offset in its value.
         """
-        given = _Elements(payloads, self.dtype)
+        given = _Elements(payloads, self.dtype, is_there=True)
         for part in self.parts:
             if isinstance(part, _Small):
                 yield part.items, 0, given.take(part.size)
@@ -380,27 +390,42 @@ def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
 
 
 class _Elements:
-    """The elements of several frames, one run after the other."""
+    """The elements of several frames, one run after the other.
 
-    def __init__(self, payloads: Sequence[Buffer], dtype: DType) -> None:
+    Arguments:
+        is_there: those of frames on a GPU are arrays there; else they are copied to the host.
+    """
+
+    def __init__(self, payloads: Sequence[Buffer], dtype: DType, *, is_there: bool = False) -> None:
         self._payloads = iter(payloads)
         self._dtype = dtype
-        self._left = np.empty(0, dtype)
+        self._is_there = is_there
+        self._left: Any = np.empty(0, dtype)
         """Of the present frame."""
 
-    def take(self, size: int) -> Array:
+    def take(self, size: int) -> Any:
         """Return the next elements; a view if they are in one frame."""
-        found: list[Array] = []
+        found: list[Any] = []
         while size:
             while not len(self._left):
-                payload = next(self._payloads)
-                self._left = np.frombuffer(payload, self._dtype) if len(payload) else self._left
+                self._left = self._of(next(self._payloads))
             found.append(self._left[:size])
             self._left = self._left[size:]
             size -= len(found[-1])
         if len(found) == 1:
             return found[0]
+        if found and not isinstance(found[0], np.ndarray):
+            whole = found[0].device.empty((sum(map(len, found)),), self._dtype)
+            found[0].device.gather([[each] for each in found], whole)
+            return whole
         return np.concatenate(found) if found else np.empty(0, self._dtype)
+
+    def _of(self, payload: Buffer) -> Any:
+        if IN_USE:
+            if self._is_there and (there := array_of(payload, self._dtype)) is not None:
+                return there
+            payload = readable(payload)
+        return np.frombuffer(payload, self._dtype) if len(payload) else self._left
 
 
 @dataclass(eq=False)

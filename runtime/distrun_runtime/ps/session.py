@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -45,6 +45,10 @@ from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
@@ -195,6 +199,10 @@ class NodeSession:
     def staging(self, link: str) -> Pool | None:
         """Return memory that the other side of a link reads where it is; None: it does not."""
         return self._memory.staging if self._transport.shares(link) else None
+
+    def exports(self, gpu: GpuDevice) -> GpuExports | None:
+        """Return memory of a GPU that all servers which keep values read where it is; None: not all do."""
+        return None if self._paths is None else self._paths.exports_to(self.value_servers, gpu)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return a new array of undefined content; in memory that servers on this host can read where it is."""

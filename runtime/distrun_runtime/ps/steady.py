@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message as wire
@@ -159,7 +160,7 @@ class Steady:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
         if self._server.gone:
             self._forget()
-        if len(frames) < 2 or len(frames[1]):
+        if len(frames) < 2 or len(frames[1]) or (IN_USE and any(map(place_of, frames))):
             return None
         head = bytes(frames[0])
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))

@@ -223,6 +223,8 @@ class Values:
         """By side and shard: how many replies read it."""
         self.copies = CopiedShards()
         """Of shards that are on a GPU."""
+        self.shared_copies = CopiedShards()
+        """Of these, copies on the GPU that processes of this host read there."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""
         self.plans: dict[tuple[Any, ...], Any] = {}
@@ -334,6 +336,7 @@ class Values:
                     new[old.shape[-1] :] = -1
                 setattr(self, name, new)
             self.copies.grow(room)
+            self.shared_copies.grow(room)
             for each in self.rounds.values():
                 each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
         arena = self.arenas.get(code)
@@ -435,6 +438,7 @@ class Values:
     def note_writes(self, shards: Array) -> None:
         """The values change: what was encoded or copied of them is past."""
         self.copies.forget(shards)
+        self.shared_copies.forget(shards)
         if self.encoded:
             for shard in shards.tolist():
                 self.encoded.pop(shard, None)

@@ -280,6 +280,7 @@ class DistBackend(StoreBackend):
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
         self.reducer = reducer_for(type_name, node.empty, self._compressor)
+        self.reducer.exports = node.exports
         self._node = node
         self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
@@ -838,6 +839,11 @@ class DistBackend(StoreBackend):
             self._begin()
             self._flush()
             pushes = [*self._open, *self._settle_relays(self._open)]
+            if self._transfers.is_on_gpu:
+                # Acknowledged or not, what is pushed may still be to come from our GPU, which works no more when this
+                # process has ended.
+                pushes.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, after=self._open))
+                self._transfers.is_on_gpu = False
         for request in pushes:
             try:
                 request.wait(self._link.limit_s)

@@ -24,14 +24,17 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cores import Threads
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
+from distrun_runtime.arrays.gpu_frames import IN_USE
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
+from distrun_runtime.ps.routing import SMALL_CALL_BYTES
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, is_dist, named, on_devices
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports
 
 
 Memory = Callable[["tuple[int, ...]", DType], Array]
@@ -70,6 +73,8 @@ class Reducer:
         """The device in host memory on which sums are made."""
         self._memory = memory
         self._is_shared = is_shared
+        self.exports: Callable[[GpuDevice], GpuExports | None] = lambda gpu: None
+        """Returns memory of a GPU that all servers read where it is; None: not all do."""
         self.prepares: list[Callable[[GpuDevice, DType], None]] = []
         """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
 
@@ -220,7 +225,7 @@ class DeviceReducer(Reducer):
         """Return sums in host memory, but for those on GPUs that are compressed there."""
         sums = self._sums(items)
         if not self._compressor.is_on:
-            return self._on_host(sums)
+            return sums if IN_USE and all(map(_is_exported, sums)) else self._on_host(sums)
         stay = [
             is_gpu_array(total) and self._compressor.of(record) for (record, _), total in zip(items, sums, strict=True)
         ]
@@ -253,10 +258,15 @@ class DeviceReducer(Reducer):
             if gpu is not None and record.size:
                 together.setdefault((gpu, record.dtype), []).append(number)
             result.append(self._sum(record, values) if gpu is None else values[0])
+        is_large = self._is_shared and sum(each.size * each.dtype.itemsize for each, _ in items) >= SMALL_CALL_BYTES
         for (gpu, _), numbers in together.items():
             its = [items[number] for number in numbers]
             try:
-                bucket = gpu.empty((sum(record.size for record, _ in its),), self._dtype(its[0][0]))
+                shape, dtype = (sum(record.size for record, _ in its),), self._dtype(its[0][0])
+                exports = self.exports(gpu) if is_large and not self._compressor.is_on else None
+                bucket = exports.empty(shape, dtype) if exports is not None else None
+                if bucket is None:
+                    bucket = gpu.empty(shape, dtype)
                 gpu.gather([cast("Sequence[Array]", values) for _, values in its], bucket)
             except KVError as err:
                 raise KVError(f"{named((record.key for record, _ in its))}: {err}") from err
@@ -318,6 +328,13 @@ class SumDevices:
             place if place in its else min(its, key=self._loads.__getitem__, default=None)
             for place, its in zip(places, given, strict=True)
         ]
+
+
+def _is_exported(value: Value) -> bool:
+    """Tell whether a sum is where servers read it on a GPU."""
+    from distrun_runtime.arrays.gpu_sharing import is_exported  # most processes use no GPU
+
+    return is_gpu_array(value) and is_exported(value)
 
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:

@@ -21,6 +21,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE
 from distrun_runtime.arrays.shared_memory import Pool, Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault
@@ -210,6 +211,8 @@ class Transfers:
         self._buckets = Buckets()
         self._stitched: Stitched = OrderedDict()
         """What `view` has put together."""
+        self.is_on_gpu = False
+        """Whether servers were told of values on a GPU that they may not have waited for yet."""
         self.relays: set[int] = set()
         """Servers of this host that have got contributions for servers of others, since the store was last settled."""
 
@@ -270,7 +273,10 @@ class Transfers:
         with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
                 staging = self._staging(portion)
-                if portion.is_plain:
+                if IN_USE and portion.is_plain and not is_on_host(next(portion.cut(values), _NOTHING)):
+                    self.is_on_gpu = True
+                    loaded.append((portion, _frames_there(portion, values), Payload.PACKED))
+                elif portion.is_plain:
                     loaded.append((portion, portion.gather(values, lent, staging, in_place), Payload.PACKED))
                 else:
                     frames = self._compressor.encode_all(portion, keys.records, values, staging)
@@ -624,6 +630,13 @@ class Transfers:
         return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes, relays)
 
 
+def _frames_there(portion: Portion, values: Sequence[DeviceArray]) -> list[Buffer]:
+    """Return the frames of values that servers read where they are on a GPU (`Reducer.exports`)."""
+    from distrun_runtime.arrays.gpu_sharing import frames_of  # most processes use no GPU
+
+    return frames_of(cast("Iterator[GpuArray]", portion.cut(values)))
+
+
 def _body(scale: float) -> dict[str, Any]:
     """Return the body of a contribution."""
     return {} if scale == 1.0 else {"scale": scale}
@@ -691,6 +704,8 @@ def _fill_devices(
         targets.append([array.reshape(-1) for array in arrays])
     # All of a GPU's at once: it is waited for once.
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
+    shared: dict[GpuDevice, list[tuple[list[GpuArray], GpuArray]]] = {}
+    """What the server has on the same GPU, and where it is to be."""
     buckets: list[tuple[GpuArray, list[GpuArray]]] = []
     """Small values as they came, end to end, and where they are to be."""
     for portion, reply in zip(route.portions, replies, strict=True):
@@ -707,6 +722,8 @@ def _fill_devices(
                     run, piece = target[offset : offset + size], elements[at : at + size]
                     if is_on_host(run):
                         copy(piece, run)
+                    elif not is_on_host(piece):
+                        shared.setdefault(run.device, []).append(([piece], run))
                     else:
                         found.setdefault(run.device, []).append((item, run, piece))
                 at += size
@@ -718,6 +735,8 @@ def _fill_devices(
                     pairs.setdefault(gpu, []).extend((run, piece) for _, run, piece in its)
     for gpu, copies in pairs.items():
         gpu.write_all(copies)
+    for gpu, sums in shared.items():
+        gpu.sums(sums)
     for bucket, runs in buckets:
         bucket.device.scatter(bucket, runs)
     for whole, arrays in apart:

@@ -43,6 +43,11 @@ from typing import Protocol, Union
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 
+
+class NotShared(Exception):
+    """Memory cannot be shared with a peer; says why."""
+
+
 Link = str
 """One connection, as one side names it: the name it was opened under (`server-1`), or `in:HEX` for one that came in.
 No two connections of a transport's life have the same `in:HEX`."""

@@ -48,8 +48,20 @@ from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
 from distrun_runtime.transport.admission import UNPROVEN_S
-from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, PathChosen, Released, Stranger, Up
-from distrun_runtime.transport.host_segments import NotShared, check_user
+from distrun_runtime.transport.base import (
+    COPIED,
+    Arrived,
+    Down,
+    Event,
+    Lease,
+    Link,
+    NotShared,
+    PathChosen,
+    Released,
+    Stranger,
+    Up,
+)
+from distrun_runtime.transport.host_segments import check_user
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 MAGIC = b"DRKD"

@@ -16,11 +16,12 @@ import contextlib
 import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any
 
 from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE, readable
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
@@ -31,12 +32,13 @@ from distrun_runtime.transport.base import (
     Event,
     Lease,
     Link,
+    NotShared,
     PathChosen,
     Released,
     Transport,
 )
 from distrun_runtime.transport.direct import DirectTransport, Sink
-from distrun_runtime.transport.host_segments import NotShared, Segments
+from distrun_runtime.transport.host_segments import Segments
 
 MAGIC = b"DRKB"
 VERSION = 1
@@ -73,6 +75,10 @@ class BulkKind(IntEnum):
     """The acceptor: it reads nothing more on this connection, and why. Only the opener can close it. JSON."""
     GONE = 7
     """Segments that were given back, to be unmapped: no later message names them. JSON."""
+    GPU_OFFER = 8
+    """A segment of a GPU, whose descriptor was sent. JSON."""
+    GPU_ANSWER = 9
+    """Whether the other side reads it where it is, and why not. JSON."""
 
 
 _CARRIED = MAGIC + bytes([VERSION, BulkKind.CARRIED])
@@ -117,8 +123,10 @@ class BulkTransport:
         """What a thread that has the turn takes links from."""
         self._offers = offers
         self._large_bytes = large_bytes
-        self._segments = Segments(token, pools)
+        self._segments = Segments(token, pools, self.wake)
         self.shares = self._segments.is_open
+        self.share_gpu, self.exports_to = self._segments.gpu.open, self._segments.exports_to
+        """Have memory of a GPU offered to nodes on this host; and that memory, if some nodes read it. Threads: any."""
         self._proven: set[Link] = set()
         self._early: dict[Link, Sequence[Buffer]] = {}
         """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
@@ -149,21 +157,24 @@ class BulkTransport:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
+        on_gpu: Set[int] = frozenset()
+        if IN_USE:
+            frames, on_gpu = self._segments.reachable(link, frames)
         sizes = tuple(map(BYTES, map(VIEW, frames)))
-        if link not in self._segments.peers or max(sizes) < self._large_bytes:
+        if link not in self._segments.peers or (not on_gpu and max(sizes) < self._large_bytes):
             return self._inner.send(link, frames)
         table: list[bytes] = []
         rest = list(frames)
         for number, size in enumerate(sizes):
-            if size < self._large_bytes:
+            if size < self._large_bytes and number not in on_gpu:
                 continue
             reference = self._segments.refer(link, frames[number])
             if reference is not None:
                 table.append(_REFERENCE.pack(number, *reference))
                 rest[number] = b""
-        shared = self._segments.lease(link, frames) if table else None
+        shared = self._segments.lease(link, frames, is_on_gpu=bool(on_gpu)) if table else None
         if shared is None:
-            return self._inner.send(link, frames)
+            return self._inner.send(link, list(map(readable, frames)) if on_gpu else frames)
         head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
         inner = self._inner.send(link, [head + b"".join(table), *rest])
         lease = shared if inner.is_over else _SplitLease([shared, inner])
@@ -213,6 +224,13 @@ class BulkTransport:
             self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
         for link, numbers in self._segments.retract().items():
             self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
+        why_not, self._segments.gpu.why_not = self._segments.gpu.why_not, ""
+        for link in self._segments.peers if why_not else ():
+            self._chose(link, "segments", why_not)
+        for link, told in self._segments.gpu_offers():
+            self._say(link, BulkKind.GPU_OFFER, {"gpu": told})
+        for link, told in self._segments.retry_gpus():
+            self._say(link, BulkKind.GPU_ANSWER, {"gpu": told})
 
     def inbox(self, link: Link) -> Sequence[Sequence[Buffer]] | None:
         """Return the messages that have come on a link that was taken (`direct`), whole; None: it has ended."""
@@ -287,6 +305,14 @@ class BulkTransport:
             if kind in {BulkKind.SEGMENTS, BulkKind.GONE}:
                 numbers = [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]]
                 (self._segments.map if kind == BulkKind.SEGMENTS else self._segments.unmap)(link, numbers)
+                return
+            if kind == BulkKind.GPU_OFFER:
+                for told in self._segments.take_gpu(link, json.loads(bytes(frames[1]))["gpu"]):
+                    self._say(link, BulkKind.GPU_ANSWER, {"gpu": told})
+                return
+            if kind == BulkKind.GPU_ANSWER:
+                reason = self._segments.gpu_answered(link, json.loads(bytes(frames[1]))["gpu"])
+                self._chose(link, "segments" if reason else "gpu", reason)
                 return
             if kind == BulkKind.ENDED:
                 self._end(link, f"the other side says: {json.loads(bytes(frames[1]))['reason']}")

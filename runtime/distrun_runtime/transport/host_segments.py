@@ -28,19 +28,21 @@ import hmac
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distrun_runtime.arrays.cores import touch
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of, readable
 from distrun_runtime.arrays.shared_memory import (
     BLOCKS,
     PAGE,
@@ -52,6 +54,12 @@ from distrun_runtime.arrays.shared_memory import (
     seal,
 )
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.transport.base import NotShared
+from distrun_runtime.transport.gpu_segments import GpuPeer, GpuSegments, Reference
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
@@ -69,18 +77,6 @@ _READS: dict[int, weakref.ref[Array]] = {}
 `weakref.finalize` takes several times as long."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
-
-
-class NotShared(Exception):
-    """Memory cannot be shared with a peer; says why."""
-
-
-class Reference(NamedTuple):
-    """Bytes in a segment of the sender."""
-
-    segment: int
-    offset: int
-    length: int
 
 
 _Found = tuple["weakref.ref[Buffer]", Segment, Reference]
@@ -152,8 +148,20 @@ class _Peer:
     """Its segments, by number."""
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     generation: int = 0
+    gpu: GpuPeer = field(default_factory=GpuPeer)
+    """What is shared with it of GPUs."""
     is_gone: bool = False
     """Its end of the socket is closed, so no process reads our memory any more."""
+
+    def has_ended(self) -> bool:
+        """Whether its end of the socket is closed. Threads: any."""
+        if self.is_gone:
+            return True
+        ended = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # it was closed by now
+            ended.register(self.socket, 0)
+            return bool(ended.poll(0))
+        return True
 
     def is_over(self) -> bool:
         """Whether it has gone; then the socket is closed. Call when its link has ended: what it sent is not read
@@ -203,11 +211,12 @@ class Segments:
     Arguments:
         token: of the job.
         pools: what is in one of them can be shared.
+        wake: called by any thread when there is memory of a GPU to be told of.
 
-    Threads: one at a time, but for `is_open` and `peers`.
+    Threads: one at a time, but for `is_open`, `peers` and `exports_to`.
     """
 
-    def __init__(self, token: bytes, pools: Sequence[Pool]) -> None:
+    def __init__(self, token: bytes, pools: Sequence[Pool], wake: Callable[[], None] = lambda: None) -> None:
         self._token = token
         self._pools = pools
         self._listener: socket.socket | None = None
@@ -233,6 +242,8 @@ class Segments:
         """By the ids of frames, as long as they are there."""
         self._leaving: list[_Peer] = []
         """Peers whose link has ended, and which may still read our memory."""
+        self.gpu = GpuSegments(wake)
+        """What of GPUs is shared."""
 
     # Getting to know each other
 
@@ -371,6 +382,8 @@ class Segments:
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
+        if IN_USE and (place := place_of(frame)) is not None:
+            return self.gpu.refer(self.peers[link].gpu, frame, place)
         known = self._found.get(id(frame)) or self._find(frame)
         return None if known is None or not _has(self.peers[link], known[1]) else known[2]
 
@@ -410,7 +423,8 @@ class Segments:
         Returns:
             By link: the numbers of those of which it is to be told.
         """
-        given_back = 0
+        exports = self.gpu.exports if IN_USE else None
+        given_back = 0 if exports is None else exports.given_back
         for pool in self._pools:
             pool.collect()
             given_back += pool.given_back
@@ -418,18 +432,24 @@ class Segments:
             return {}
         self._given_back = given_back
         present = {number for pool in self._pools for number in pool.numbers}
+        present |= {segment.number for segment in exports.segments} if exports is not None else set()
         told: dict[str, list[int]] = {}
         for link, peer in self.peers.items():
-            gone = peer.told - present
-            peer.told -= gone
+            gone = (peer.told | peer.gpu.told) - present
+            for known in (peer.told, peer.gpu.told, peer.gpu.taken):
+                known -= gone
             if gone:
                 told[link] = sorted(gone)
         return told
 
-    def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
-        """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
+    def lease(self, link: str, frames: Sequence[Buffer], *, is_on_gpu: bool = False) -> SharedLease | None:
+        """Return what is over when the other side is done with the frames of a message; None: too many are in use.
+
+        Arguments:
+            is_on_gpu: some of them are on a GPU. An event is put behind what the GPU has to do so far.
+        """
         peer = self.peers[link]
-        if not peer.free:
+        if not peer.free or (is_on_gpu and not self.gpu.record(peer.gpu, peer.free[-1], peer.socket)):
             return None
         peer.generation = peer.generation % 0xFFFFFFFF + 1
         return SharedLease(peer, peer.free.pop(), peer.generation, frames)
@@ -452,7 +472,11 @@ class Segments:
         owners: dict[int, Array] = {}
         for frame, number, offset, length in table:
             owner = owners.get(number)
-            if owner is None:
+            if owner is None and number in peer.gpu.mapped:
+                while slot not in peer.gpu.names:
+                    self._receive(peer)
+                owner = owners[number] = self.gpu.frames(peer.gpu, number, slot, link, peer.has_ended)
+            elif owner is None:
                 self._map(peer, number)
                 # One for all frames of the message in this segment: each of them keeps it.
                 owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
@@ -492,6 +516,8 @@ class Segments:
         Raises:
             NotShared: as `map`.
         """
+        gpu = self.peers[link].gpu if link in self.peers else GpuPeer()
+        numbers = [number for number in numbers if not gpu.forget(number)]
         self.map(link, numbers)  # Their descriptors may not have been read yet.
         mapped = self.peers[link].mapped
         for number in numbers:
@@ -500,22 +526,75 @@ class Segments:
     def _map(self, peer: _Peer, number: int) -> None:
         """Map the segments whose descriptors were sent, up to one that is named: it was sent before."""
         while number not in peer.mapped:
-            try:
-                text, fd = _hear(peer.socket)
-            except OSError as err:
-                raise NotShared(f"the descriptor of a segment did not come: {err.strerror or err}") from err
-            try:
-                came, size = map(int, text.split())
-                if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
-                    raise NotShared("what it sent is no segment")
-                peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-                touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
-                BLOCKS.add(peer.mapped[came], is_readonly=True)
-            except (OSError, ValueError) as err:
-                raise NotShared(f"a segment cannot be mapped: {err}") from err
-            finally:
-                if fd >= 0:
-                    os.close(fd)  # The mapping stays.
+            self._receive(peer)
+
+    def _receive(self, peer: _Peer) -> None:
+        """Take in what was sent next on the socket of a peer."""
+        try:
+            text, fd = _hear(peer.socket)
+        except OSError as err:
+            raise NotShared(f"the descriptor of a segment did not come: {err.strerror or err}") from err
+        if not text[:1].isdigit() and peer.gpu.takes(text, fd):
+            return
+        try:
+            came, size = map(int, text.split())
+            if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
+                raise NotShared("what it sent is no segment")
+            peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
+            BLOCKS.add(peer.mapped[came], is_readonly=True)
+        except (OSError, ValueError) as err:
+            raise NotShared(f"a segment cannot be mapped: {err}") from err
+        finally:
+            if fd >= 0:
+                os.close(fd)  # The mapping stays.
+
+    # GPUs
+
+    def reachable(self, link: str, frames: Sequence[Buffer]) -> tuple[Sequence[Buffer], set[int]]:
+        """Return frames with copies of those that are on a GPU where the other side of a link does not read them, and
+        the numbers of those that it does read there."""
+        peer, found, on_gpu = self.peers.get(link), list(frames), set[int]()
+        for number, frame in enumerate(frames):
+            place = place_of(frame)
+            if place is not None and peer is not None and place.segment in peer.gpu.taken:
+                on_gpu.add(number)
+            elif place is not None:
+                found[number] = readable(frame)
+        return found, on_gpu
+
+    def gpu_offers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the links that are to be told of segments of a GPU, and what each is told."""
+        for link, peer in self.peers.items() if IN_USE else ():
+            for told in self.gpu.offers(peer.gpu, peer.socket):
+                yield link, told
+
+    def take_gpu(self, link: str, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Take an offer; yield what the peer is answered."""
+        peer = self.peers[link]
+        while int(told["number"]) not in peer.gpu.fds:
+            self._receive(peer)
+        peer.gpu.offered[int(told["number"])] = told
+        yield from self.gpu.answers(peer.gpu)
+
+    def retry_gpus(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield answers to offers that could not be taken before, as this process did not use the GPU."""
+        for link, peer in self.peers.items():
+            if peer.gpu.offered:
+                for told in self.gpu.answers(peer.gpu, again=True):
+                    yield link, told
+
+    def gpu_answered(self, link: str, told: Mapping[str, Any]) -> str:
+        """A peer has answered an offer; return why it does not read that segment; empty: it does."""
+        return self.gpu.answered(self.peers[link].gpu, told)
+
+    def exports_to(self, links: Iterable[str], gpu: GpuDevice) -> GpuExports | None:
+        """Return memory of a GPU that the other sides of links read where it is; None: not all do. Threads: any."""
+        exports = self.gpu.exports
+        if exports is None or exports.gpu is not gpu:
+            return None
+        peers = [self.peers.get(link) for link in links]
+        return exports if all(peer is not None and peer.gpu.has_taken for peer in peers) else None
 
     # The end
 
@@ -530,6 +609,7 @@ class Segments:
             for memory in peer.mapped.values():
                 BLOCKS.drop(memory)
             peer.mapped.clear()
+            peer.gpu.close()
             self._leaving.append(peer)
 
     def look(self) -> None:
@@ -540,6 +620,8 @@ class Segments:
             self._accept()
         if self._leaving:
             self._leaving = [peer for peer in self._leaving if not peer.is_over()]
+        if IN_USE:
+            self.gpu.collect()
 
     def close(self) -> None:
         """Share nothing any more."""

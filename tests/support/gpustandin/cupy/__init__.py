@@ -7,7 +7,9 @@ Variables, of the process:
 
     STANDIN_GPUS        how many devices; 1 if it is not set
     STANDIN_MEMORY      bytes of each
-    STANDIN_FAULT       `free:3:700`: the third call of a name fails with a code; `operation:3`: the third operation
+    STANDIN_UUID        number of the first device's UUID; 0 if it is not set
+    STANDIN_FAULT       `kill:30`: the process is killed at the 30th call of all;
+                        `free:3:700`: the third call of a name fails with a code; `operation:3`: the third operation
                         that is done accesses an illegal address; `hang`: nothing is ever known to be over
 """
 
@@ -27,6 +29,7 @@ import numpy as np
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import cxx
+import standinsharing
 from cudastandin import StandIn, outside_of_locks
 
 from distrun_runtime.arrays import cupy_driver
@@ -38,6 +41,7 @@ __version__ = "14.0.0 (a stand-in)"
 standin = StandIn(
     int(os.environ.get("STANDIN_GPUS", "1")),
     memory=int(os.environ.get("STANDIN_MEMORY", str(1 << 26))),
+    uuid=int(os.environ.get("STANDIN_UUID", "0")),
     compiled=cxx.compiled,
 )
 cupy_driver.CupyDriver = lambda cupy: standin  # type: ignore[assignment, misc]
@@ -123,6 +127,7 @@ cuda = SimpleNamespace(
 
 
 def _finish() -> None:
+    standinsharing.ENDING.append(True)
     with contextlib.suppress(DriverError, AssertionError):  # of a device that is of no use any more; it is noted
         if os.getpid() == standin.pid:
             standin.finish()
@@ -138,6 +143,8 @@ atexit.register(_finish)
 _fault = os.environ.get("STANDIN_FAULT", "").split(":")
 if _fault[0] == "operation":
     standin.fail_operation(int(_fault[1]))
+elif _fault[0] == "kill":
+    standin.kill_at = int(_fault[1])
 elif _fault[0] == "hang":
     standin.query = lambda event: False  # type: ignore[method-assign]
     standin.synchronize = lambda event: threading.Event().wait()  # type: ignore[method-assign]

@@ -1,0 +1,367 @@
+"""Memory of this process's GPUs that other processes of the host use, and theirs that this one uses.
+
+    GpuExports   segments of one GPU that others can map, and arrays in them
+    GpuMapping   a segment of another process, mapped here
+    Arrival      what to wait for before values of another process are used
+    GpuSharing   all of a process
+
+Each segment begins with a nonce: who reads it on its own GPU has the same memory. Arrays of ours are written by the
+device's kernels, and free when no frame refers to them: who sends a frame keeps it until its receiver is done with it.
+Values of another process are only read. The frame is kept until our GPU is known to have read it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemory, Pointer
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
+from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, readable
+from distrun_runtime.arrays.gpu_memory import Memory
+from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
+from distrun_runtime.arrays.shared_memory import FIRST_BYTES, NUMBERS, PAGE, SEGMENT_BYTES, FreeRuns, address_of
+from distrun_runtime.errors import KVError
+
+NONCE_BYTES = 16
+ASK_S = 0.0001
+"""How often the host asks whether values of another process are there."""
+
+
+@dataclass(eq=False)
+class GpuSegment(FreeRuns):
+    """A segment of a GPU's memory that this process has made."""
+
+    pointer: Pointer
+    fd: int
+    nonce: bytes
+    event: Event
+    """Behind the nonce."""
+    event_name: bytes
+    number: int = field(default_factory=lambda: next(NUMBERS))
+    uses: Uses = field(default_factory=Uses)
+
+    def __post_init__(self) -> None:
+        self.free = [(PAGE, self.pointer.nbytes)]
+
+
+@dataclass(eq=False)
+class _ExportedPlace:
+    """A run of a segment of ours."""
+
+    gpu: GpuDevice
+    segment: int
+    offset: int
+    address: int
+    memory: Memory
+
+    def array(self, frame: Buffer, begin: int, dtype: DType) -> GpuArray:
+        return _cut(self.gpu, self.memory, frame, begin, dtype)
+
+
+class _ExportedRun(Memory):
+    """Memory of an array of ours; `bytes` is for its frames, and keeps it in use."""
+
+    def __init__(self, gpu: GpuDevice, segment: GpuSegment, begin: int, nbytes: int) -> None:
+        self.pointer = segment.pointer.at(begin, nbytes)
+        self.uses = segment.uses
+        # The place has another one of the same memory, which keeps nothing.
+        bare = Memory.__new__(Memory)
+        bare.pointer, bare.uses = self.pointer, self.uses
+        self.bytes = frames_at(_ExportedPlace(gpu, segment.number, begin, self.pointer.address, bare), nbytes)
+
+
+def frames_of(arrays: Iterable[GpuArray]) -> list[Buffer]:
+    """Return frames with arrays of `GpuExports.empty`, or parts of them: one for those that follow each other."""
+    runs: list[tuple[GpuArray, int]] = []
+    for array in arrays:
+        last, end = runs[-1] if runs else (array, -1)
+        if array.memory is last.memory and array.begin == end:
+            runs[-1] = last, end + array.nbytes
+        else:
+            runs.append((array, array.begin + array.nbytes))
+    return [GpuExports.bytes_of(first)[first.begin : end].data for first, end in runs]
+
+
+def is_exported(array: GpuArray) -> bool:
+    """Whether an array, or what it is a part of, is of `GpuExports.empty`."""
+    return isinstance(array.memory, _ExportedRun)
+
+
+class GpuExports:
+    """Segments of one GPU for other processes, and arrays in them. Threads: any.
+
+    Arguments:
+        grown: called when there is a new segment.
+    """
+
+    def __init__(self, gpu: GpuDevice, order: StreamOrdering, grown: Callable[[], None]) -> None:
+        self.gpu = gpu
+        self.order = order
+        self.why_not = ""
+        """Why there was no memory for the last array."""
+        self.segments: tuple[GpuSegment, ...] = ()
+        self.given_back = 0
+        """How many segments were given back."""
+        self._grown = grown
+        self._lock = threading.Lock()
+        self._unused: deque[tuple[GpuSegment, int, int]] = deque()
+        """Runs that nothing refers to any more. Whichever thread drops one appends it."""
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> GpuArray | None:
+        """Return a new array of undefined content; None: there is no memory for it, see `why_not`.
+
+        Raises:
+            CudaError: the GPU has failed for good.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        size = -(-max(1, nbytes) // PAGE) * PAGE
+        with self._lock:
+            self._take_back()
+            places = ((segment, segment.take(size)) for segment in self.segments)
+            place = next((each for each in places if each[1] >= 0), None)
+            if place is None:
+                made = self._make(size + PAGE)
+                if made is None:
+                    return None
+                place = made, made.take(size)
+        segment, begin = place
+        run = _ExportedRun(self.gpu, segment, begin, max(1, nbytes))
+        weakref.finalize(run.bytes, self._unused.append, (segment, begin, begin + size)).atexit = False
+        return self.gpu.within(run, shape, dtype)
+
+    @staticmethod
+    def bytes_of(array: GpuArray) -> Array:
+        """Return the bytes of an array that `empty` has made, to cut frames from."""
+        assert isinstance(array.memory, _ExportedRun)
+        return array.memory.bytes
+
+    def record(self, event: Event) -> None:
+        """Put an event behind all that has written to the segments so far."""
+        with self.order.using(self.gpu.work, reads=[each.uses for each in self.segments]):
+            self.order.cuda.record(event, self.gpu.work.stream)
+
+    def trim(self) -> None:
+        """Give the segments back of which nothing is in use, but for the first one, which others know."""
+        with self._lock:
+            self._take_back()
+            gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
+            self.segments = tuple(each for each in self.segments if each not in gone)
+            self.given_back += len(gone)
+            for segment in gone:
+                self.order.finish_uses(segment.uses, writes=True)
+                self.order.cuda.close_shared(segment.pointer)
+                os.close(segment.fd)
+                self._account(-segment.pointer.nbytes)
+
+    def _take_back(self) -> None:
+        """Note what is free again. Call with the lock held."""
+        while self._unused:
+            segment, begin, end = self._unused.popleft()
+            segment.give_back(begin, end)
+
+    def _make(self, nbytes: int) -> GpuSegment | None:
+        """Return a new segment with room for so many bytes; None: there is none. Call with the lock held."""
+        total = sum(each.pointer.nbytes for each in self.segments)
+        for wanted in (max(nbytes, min(max(FIRST_BYTES, total), SEGMENT_BYTES)), nbytes):
+            size = -(-wanted // SHARED_UNIT) * SHARED_UNIT
+            try:
+                if not self._account(size):
+                    self.why_not = f"the limit of {self.gpu.pool.limit} bytes is reached"
+                    continue
+                try:
+                    made = self._made(size)
+                except BaseException:
+                    self._account(-size)
+                    raise
+            except CudaError as err:
+                if err.is_sticky:
+                    raise
+                self.why_not = str(err)
+                continue
+            self.segments = (*self.segments, made)
+            self._grown()
+            return made
+        return None
+
+    def _made(self, size: int) -> GpuSegment:
+        cuda, work, nonce = self.order.cuda, self.gpu.work, secrets.token_bytes(NONCE_BYTES)
+        event, name = cuda.share_event(self.gpu.physical)
+        pointer, fd = cuda.share(self.gpu.physical, size)
+        segment = GpuSegment(pointer, fd, nonce, event, name)
+        source = HostMemory(address_of(np.frombuffer(nonce, np.uint8)), NONCE_BYTES)
+        with self.order.using(work, writes=[segment.uses], blocks=True):
+            cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
+        with self.order.using(work, reads=[segment.uses]):
+            cuda.record(event, work.stream)
+        return segment
+
+    def _account(self, size: int) -> bool:
+        """Count bytes as those of the device's pool; False: it has a limit, which is reached."""
+        pool = self.gpu.pool
+        with self.order.locked():
+            if size > 0 and pool.limit is not None and pool.size + size > pool.limit:
+                return False
+            pool.size += size
+        return True
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A message of another process with values on a GPU: they are there when its event has completed."""
+
+    who: str
+    event: Event
+    is_gone: Callable[[], bool]
+    """Whether that process has ended."""
+    is_over: bool = False
+
+    def wait(self, order: StreamOrdering) -> None:
+        """Return when the values are there. The host waits: a stream that waits for a killed process never ends.
+
+        Raises:
+            KVError: the other process has ended before that, or they did not come in time.
+        """
+        until = time.monotonic() + order.wait_s
+        while not self.is_over:
+            self.is_over = order.cuda.query(self.event)
+            if not self.is_over and self.is_gone():
+                raise KVError(f"{self.who} has ended before its values were on the GPU")
+            if not self.is_over and time.monotonic() >= until:
+                raise KVError(
+                    f"{self.who} announced values on the GPU, which are not there after {order.wait_s:g} s; fix: see"
+                    " whether 'nvidia-smi' answers on this host, and what else its process has to do on that GPU"
+                )
+            if not self.is_over:
+                time.sleep(ASK_S)
+
+
+class _Imported(Memory):
+    """Memory of another process, as long as arrays of ours refer to it; its frame is kept until it was read."""
+
+    def __init__(self, pointer: Pointer, frame: Buffer, keeper: Keeper) -> None:
+        self._dropped = keeper.dropped
+        self.pointer = pointer
+        self.uses = Uses()
+        self._number = keeper.keep(KeptOwner(frame, self.uses))
+
+    def __del__(self) -> None:
+        # No lock can be taken, and no call made, by whichever thread drops the last reference.
+        self._dropped.append(self._number)
+
+
+class GpuMapping:
+    """A segment of another process, mapped here until nothing refers to it."""
+
+    def __init__(self, gpu: GpuDevice, pointer: Pointer, unmapped: deque[Pointer]) -> None:
+        self.gpu = gpu
+        self.pointer = pointer
+        weakref.finalize(self, unmapped.append, pointer).atexit = False
+
+    def frames(self, arrival: Arrival) -> Array:
+        """Return its bytes, for the frames of one message."""
+        return frames_at(_ImportedPlace(self, arrival), self.pointer.nbytes)
+
+
+class _ImportedPlace:
+    """What a message of another process has in one of its segments."""
+
+    segment, offset = -1, 0
+
+    def __init__(self, mapping: GpuMapping, arrival: Arrival) -> None:
+        self.address = mapping.pointer.address
+        self._mapping = mapping
+        self._arrival = arrival
+        self._memory: weakref.ref[_Imported] | None = None
+
+    def array(self, frame: Buffer, begin: int, dtype: DType) -> GpuArray:
+        borrowing = devices.gpus().borrowing
+        self._arrival.wait(borrowing.order)
+        memory = None if self._memory is None else self._memory()
+        if memory is None:
+            memory = _Imported(self._mapping.pointer, frame, borrowing.keeper)
+            self._memory = weakref.ref(memory)
+        return _cut(self._mapping.gpu, memory, frame, begin, dtype)
+
+
+def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType) -> GpuArray:
+    first, size = begin // dtype.itemsize, memoryview(frame).nbytes // dtype.itemsize
+    return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
+
+
+class GpuSharing:
+    """What a process shares of its GPUs, and what others share with it.
+
+    Threads: `exports` any, the rest one at a time.
+    """
+
+    def __init__(self, grown: Callable[[], None]) -> None:
+        self.exports: GpuExports | None = None
+        """Of the one GPU whose memory others can use; None: of none so far."""
+        self.why_not = ""
+        """Why there is none, once it was asked for."""
+        self._grown = grown
+        self._unmapped: deque[Pointer] = deque()
+        self._asked: dict[str, Event] = {}
+        """The events of offers that are not mapped yet."""
+
+    def open(self, gpu: GpuDevice) -> None:
+        """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
+        if self.exports is None:
+            made = GpuExports(gpu, devices.gpus().order, self._grown)
+            try:
+                is_made = made.empty((1,), np.dtype(np.uint8)) is not None
+            except CudaError as err:  # A GPU that has failed is told with the call that needs it, too.
+                is_made, made.why_not = False, str(err)
+            if is_made:
+                gpu.pool.before_trim.append(made.trim)
+                IN_USE.append(True)
+                self.exports = made
+            self.why_not = "" if is_made else made.why_not
+
+    def map(self, told: Mapping[str, Any], gpu: GpuDevice, fd: int) -> GpuMapping | None:
+        """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
+
+        Arguments:
+            told: its `size`, `nonce` and `event`, the last two in hex.
+
+        Raises:
+            KVError: that cannot be, and why.
+        """
+        cuda = devices.gpus().order.cuda
+        if told["event"] not in self._asked:
+            self._asked[told["event"]] = cuda.open_event(gpu.physical, bytes.fromhex(told["event"]))
+        if not cuda.query(self._asked[told["event"]]):
+            return None
+        event = self._asked.pop(told["event"])
+        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, int(told["size"])), self._unmapped)
+        IN_USE.append(True)
+        nonce = mapping.frames(Arrival("", event, lambda: False, is_over=True))[:NONCE_BYTES]
+        if bytes(readable(nonce.data)) != bytes.fromhex(told["nonce"]):
+            raise KVError("its memory has another nonce")
+        return mapping
+
+    def gpu_of(self, uuid: str) -> GpuDevice | None:
+        """Return the device of a UUID; None: this process does not use it so far."""
+        cuda = devices.gpus().order.cuda
+        return next((each for each in devices.opened() if cuda.properties(each.physical).uuid == uuid), None)
+
+    def collect(self) -> None:
+        """Let go of what was read, and unmap what is not needed any more."""
+        borrowing = devices.gpus().borrowing
+        borrowing.keeper.collect()
+        while self._unmapped:
+            borrowing.order.cuda.close_shared(self._unmapped.popleft())

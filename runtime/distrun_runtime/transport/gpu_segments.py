@@ -1,0 +1,239 @@
+"""Memory of GPUs as a path for frames: segments of one process that another one on the same GPU reads where they are.
+
+It goes with the segments of host memory (`host_segments`): over the same socket, with the same references and the same
+slots, by which the receiver says that it is done. What is different:
+
+* Whether it works is only known when it was tried: a process may use another GPU, or another part of it, or may not be
+  let at it. So each segment is offered, and used when the other side says that it has read the nonce in it.
+* The bytes of a message may not be there yet when it arrives. Each slot has an event, which the sender records behind
+  its GPU's work before it sends. The receiver waits for it before it uses the values.
+
+A process offers memory of one GPU: a server of the one on which its first store is, a worker of the one of which a
+server offers memory. docs/protocol.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.gpu_frames import FramePlace
+from distrun_runtime.arrays.shared_memory import address_of
+from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.errors import KVError
+from distrun_runtime.transport.base import NotShared
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.cuda import Event
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_sharing import GpuExports, GpuMapping, GpuSharing
+
+MEMORY, EVENT = "gpu", "event"
+"""First words of what is sent on the socket: of a descriptor, `gpu NUMBER`; of a slot's event, `event SLOT NAME`."""
+
+
+class Reference(NamedTuple):
+    """Bytes in a segment of the sender."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+@dataclass(eq=False)
+class GpuPeer:
+    """What is shared of GPUs with one peer."""
+
+    told: set[int] = field(default_factory=set)
+    """Our segments that it was offered."""
+    taken: set[int] = field(default_factory=set)
+    """Those that it reads."""
+    has_taken: bool = False
+    """Whether it has read one."""
+    events: dict[int, Event] = field(default_factory=dict)
+    """Ours, by slot; it has their names."""
+    fds: dict[int, int] = field(default_factory=dict)
+    """Descriptors of its segments that were not mapped yet, by number."""
+    offered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Its offers that are not taken yet."""
+    mapped: dict[int, GpuMapping] = field(default_factory=dict)
+    """Its segments, by number."""
+    names: dict[int, bytes] = field(default_factory=dict)
+    """Of its events, by slot."""
+    opened: dict[int, Event] = field(default_factory=dict)
+    """Its events that were used here."""
+
+    def takes(self, text: str, fd: int) -> bool:
+        """Take in what came on the socket, if it is of a GPU; tell whether it was."""
+        word, _, rest = text.partition(" ")
+        if word == MEMORY and fd >= 0 and rest.isdigit():
+            self.fds[int(rest)] = fd
+        elif word == EVENT and fd < 0:
+            slot, _, name = rest.partition(" ")
+            self.names[int(slot)] = bytes.fromhex(name)
+        else:
+            return False
+        return True
+
+    def forget(self, number: int) -> bool:
+        """Forget a segment that it has given back, if it is one of a GPU; tell whether it is."""
+        if number in self.fds:
+            os.close(self.fds.pop(number))
+        is_known = number in self.offered or number in self.mapped
+        self.offered.pop(number, None)
+        self.mapped.pop(number, None)
+        return is_known
+
+    def close(self) -> None:
+        """Map nothing any more. What refers to mapped memory keeps it."""
+        for fd in self.fds.values():
+            os.close(fd)
+        for known in (self.fds, self.offered, self.mapped, self.opened):
+            known.clear()
+        self.has_taken = False
+
+
+class GpuSegments:
+    """What this process shares of its GPUs. Threads: one at a time, but for `exports`.
+
+    Arguments:
+        wake: called by any thread when peers are to be told of a new segment.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._sharing: GpuSharing | None = None
+        self.why_not = ""
+        """Why no memory is offered, until peers' links were told."""
+        self._lock = threading.Lock()
+
+    @property
+    def exports(self) -> GpuExports | None:
+        """Memory of a GPU that is offered; None: there is none."""
+        return None if self._sharing is None else self._sharing.exports
+
+    def open(self, gpu: GpuDevice) -> None:
+        """Have memory of a GPU offered from now on, if there is none yet. Threads: any."""
+        sharing = self._opened()
+        with self._lock:
+            if not sharing.why_not:
+                sharing.open(gpu)
+                self.why_not = sharing.why_not
+
+    def _opened(self) -> GpuSharing:
+        from distrun_runtime.arrays.gpu_sharing import GpuSharing
+
+        with self._lock:
+            if self._sharing is None:
+                self._sharing = GpuSharing(self._wake)
+            return self._sharing
+
+    # Ours
+
+    def offers(self, peer: GpuPeer, one: socket.socket) -> Iterator[dict[str, Any]]:
+        """Send a peer the descriptors of segments that it has not been offered; yield what it is told of each."""
+        exports = self.exports
+        if exports is None:
+            return
+        uuid = exports.order.cuda.properties(exports.gpu.physical).uuid
+        for segment in exports.segments:
+            if segment.number in peer.told:
+                continue
+            try:
+                socket.send_fds(one, [f"{MEMORY} {segment.number}".encode()], [segment.fd], socket.MSG_NOSIGNAL)
+            except OSError:
+                return  # The socket is full, or its other end is closed.
+            peer.told.add(segment.number)
+            names = {"nonce": segment.nonce.hex(), "event": segment.event_name.hex()}
+            yield {"number": segment.number, "size": segment.pointer.nbytes, "uuid": uuid, **names}
+
+    def answered(self, peer: GpuPeer, told: Mapping[str, Any]) -> str:
+        """A peer has answered an offer; return why it does not read that segment; empty: it does."""
+        if not told["reason"]:
+            peer.taken.add(int(told["number"]))
+            peer.has_taken = True
+        return str(told["reason"])
+
+    def refer(self, peer: GpuPeer, frame: Buffer, place: FramePlace) -> Reference | None:
+        """Return a reference to a frame of ours; None: the peer cannot read it."""
+        if place.segment not in peer.taken:
+            return None
+        return Reference(place.segment, place.offset + address_of(frame) - place.address, memoryview(frame).nbytes)
+
+    def record(self, peer: GpuPeer, slot: int, one: socket.socket) -> bool:
+        """Put the event of a slot behind all that the GPU has to do so far; False: the peer cannot be told of it."""
+        exports = self.exports
+        assert exports is not None
+        event = peer.events.get(slot)
+        if event is None:
+            event, name = exports.order.cuda.share_event(exports.gpu.physical)
+            exports.record(event)
+            try:
+                one.send(f"{EVENT} {slot} {name.hex()}".encode(), socket.MSG_NOSIGNAL)
+            except OSError:
+                return False
+            peer.events[slot] = event
+        else:
+            exports.record(event)
+        return True
+
+    # A peer's
+
+    def answers(self, peer: GpuPeer, *, again: bool = False) -> Iterator[dict[str, Any]]:
+        """Map the segments that a peer has offered, as far as that can be now; yield what it is answered.
+
+        Arguments:
+            again: what cannot be mapped yet was told before.
+        """
+        from distrun_runtime.arrays import device as devices
+
+        for number, told in list(peer.offered.items()):
+            reason, uuid = "", str(told["uuid"])
+            gpu = self._opened().gpu_of(uuid) if devices.opened() else None
+            if gpu is None:
+                if not again:
+                    yield {"number": number, "reason": f"this process does not use the GPU of UUID {uuid} so far"}
+                continue
+            try:
+                mapping = self._opened().map(told, gpu, peer.fds[number])
+                if mapping is None:
+                    continue
+                peer.mapped[number] = mapping
+            except (KVError, OSError) as err:
+                reason = str(err)
+            del peer.offered[number]
+            os.close(peer.fds.pop(number))
+            yield {"number": number, "reason": reason}
+            if not reason:
+                self.open(peer.mapped[number].gpu)
+
+    def frames(self, peer: GpuPeer, number: int, slot: int, who: str, has_ended: Callable[[], bool]) -> Array:
+        """Return the bytes of a segment, for a message that names it.
+
+        Raises:
+            NotShared: its event is none.
+        """
+        from distrun_runtime.arrays.gpu_sharing import Arrival
+
+        mapping = peer.mapped[number]
+        if slot not in peer.opened:
+            from distrun_runtime.arrays import device as devices
+
+            try:
+                cuda = devices.gpus().order.cuda
+                peer.opened[slot] = cuda.open_event(mapping.gpu.physical, peer.names[slot])
+            except KVError as err:
+                raise NotShared(f"the event of slot {slot}: {err}") from err
+        return mapping.frames(Arrival(f"the process at {who}", peer.opened[slot], has_ended))
+
+    def collect(self) -> None:
+        """Let go of what was read, and unmap what is not needed any more."""
+        if self._sharing is not None:
+            with contextlib.suppress(KVError):  # A GPU that has failed is told by the calls that use it.
+                self._sharing.collect()

@@ -1,0 +1,270 @@
+"""Memory of a GPU that two processes share: when that is agreed on, who waits for whom, and who survives whom."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cudastandin import Mistake
+from gpukit import Machine, gpus_of_process
+from transports import LONG, WELCOME, endpoint, welcomed
+
+from distrun_runtime.arrays.cuda import DriverError
+from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
+from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
+from distrun_runtime.arrays.shared_memory import Pool
+from distrun_runtime.errors import KVError
+from distrun_runtime.transport.base import Arrived, Down, PathChosen
+from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.host_segments import SharedLease
+from distrun_runtime.transport.zeromq import ZmqTransport
+
+TOKEN = b"a secret of this job"
+SIZE = 20_000
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
+
+
+class Pair:
+    """A server and a worker, both in this process and on its one GPU."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.gpu = machine.gpus.get(0)
+        self.server, self.worker = (BulkTransport(ZmqTransport(LONG, TOKEN), TOKEN, [Pool()]) for _ in range(2))
+        self.links = {self.server: welcomed(self.server, self.worker), self.worker: "server-0"}
+        self.worker.proven("server-0")
+        self.chosen: list[PathChosen] = []
+        self.arrived: list[Arrived] = []
+
+    def poll(self) -> None:
+        for event in [*self.server.poll(0.01), *self.worker.poll(0.01)]:
+            self.chosen += [event] if isinstance(event, PathChosen) else []
+            self.arrived += [event] if isinstance(event, Arrived) else []
+
+    def until(self, done: Any) -> None:
+        deadline = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < deadline, self.chosen
+            self.poll()
+
+    def agree(self, path: str = "gpu", times: int = 2) -> list[str]:
+        """Let the server offer memory; return the reasons of what was chosen then."""
+        self.until(lambda: len(self.chosen) == 2)
+        self.server.share_gpu(self.gpu)
+        self.until(lambda: [each.path for each in self.chosen[2:]] == [path] * times)
+        return [each.reason for each in self.chosen[2:]]
+
+    def send(self, sender: BulkTransport, value: float) -> Any:
+        """Send an array of a GPU; return its lease."""
+        exports = sender.exports_to([self.links[sender]], self.gpu)
+        array = None if exports is None else exports.empty((SIZE,), np.dtype(np.float32))
+        assert array is not None
+        self.gpu.clear(array)
+        self.gpu.sum([array, self.gpu.put(np.full(SIZE, value, np.float32))], array)
+        return sender.send(self.links[sender], [b"", *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
+
+    def receive(self) -> Any:
+        self.until(lambda: self.arrived)
+        return self.arrived.pop(0).frames[1]
+
+    def close(self) -> None:
+        self.arrived.clear()
+        self.worker.close()
+        self.server.close()
+
+
+@pytest.fixture(params=[0])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with gpus_of_process(Machine(1, seed=request.param)) as machine:
+        one = Pair(machine)
+        yield one
+        one.close()
+        del IN_USE[:]
+        machine.finish()
+
+
+def test_values_on_a_gpu_are_read_where_they_are_when_they_are_there(pair: Pair) -> None:
+    assert pair.agree() == ["", ""]
+    for sender in (pair.server, pair.worker):
+        pair.send(sender, 3.0)
+        frame = pair.receive()
+        found = array_of(frame, np.dtype(np.float32))
+        assert found is not None
+        assert place_of(frame) is not None
+        assert set(pair.gpu.host(found).tolist()) == {3.0}
+        assert bytes(readable(frame)) == np.full(SIZE, 3.0, np.float32).tobytes()
+
+
+def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
+    pair.agree()
+    lease = pair.send(pair.worker, 3.0)
+    found = array_of(pair.receive(), np.dtype(np.float32))
+    total = pair.gpu.empty((SIZE,), np.dtype(np.float32))
+    pair.gpu.sum([found, found], total)
+    assert not lease.is_over
+    del found
+    assert not lease.is_over, "the sum may not have been made yet"
+    pair.until(lambda: lease.is_over)
+    assert set(pair.gpu.host(total).tolist()) == {6.0}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "mistake"),
+    [
+        (Arrival, "wait", lambda *_: None, "reads memory of another process before that is known to have written it"),
+        (SharedLease, "is_over", True, "overwrites memory before another process is known to have read it"),
+    ],
+)
+def test_the_stand_in_finds_a_wait_that_is_missing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, mistake: str
+) -> None:
+    pair.agree()
+    monkeypatch.setattr(owner, name, value)
+    other, kept = pair.machine.gpus.get(0, 1), []
+    with pytest.raises(Mistake):
+        for _ in range(3):
+            pair.send(pair.worker, 3.0)
+            kept.append(other.put(array_of(pair.receive(), np.dtype(np.float32))))
+            pair.poll()
+        pair.machine.finish()
+    assert mistake in str(pair.machine.standin.mistakes[0])
+    pair.machine.standin.mistakes.clear()
+
+
+@pytest.mark.parametrize("pair", range(1, 7), indirect=True)
+def test_rounds_in_any_order_have_the_values_that_were_sent(pair: Pair) -> None:
+    pair.agree()
+    chance, held = random.Random(pair.machine.standin.seed), list[tuple[float, Any]]()
+    for number in range(12):
+        pair.send(chance.choice([pair.server, pair.worker]), float(number))
+        held.append((float(number), array_of(pair.receive(), np.dtype(np.float32))))
+        while held and chance.random() < 0.5:
+            value, found = held.pop(chance.randrange(len(held)))
+            assert set(pair.gpu.host(found).tolist()) == {value}
+            del found
+    exports = pair.server.exports_to([pair.links[pair.server]], pair.gpu)
+    assert exports is not None
+    held.clear()
+    pair.until(lambda: not pair.server._in_use and not pair.worker._in_use)
+    exports.trim()
+    assert len(exports.segments) == 1
+
+
+def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int, nbytes: int) -> Any:
+        raise DriverError(801, "CUDA_ERROR_NOT_SUPPORTED", "memory as a descriptor")
+
+    monkeypatch.setattr(pair.machine.standin, "share", refuse)
+    assert "CUDA_ERROR_NOT_SUPPORTED" in pair.agree("segments", 1)[0]
+    pair.server.share_gpu(pair.gpu)
+    pair.poll()
+    assert len(pair.chosen) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "reason"),
+    [
+        ("open_shared", 801, "open_shared on gpu:0 failed: cudaErrorNotSupported"),
+        ("open_event", 400, "open_event on gpu:0 failed: cudaErrorInvalidResourceHandle"),
+        ("", 0, "this process does not use the GPU of UUID"),
+    ],
+)
+def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str, code: int, reason: str
+) -> None:
+    if call:
+        pair.machine.standin.fail(call, code=code)
+    else:
+        uuids, known = itertools.count(), pair.machine.cuda.properties
+        monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: replace(known(gpu), uuid=str(next(uuids))))
+    assert reason in pair.agree("segments", 1)[0]
+    assert pair.server.exports_to([pair.links[pair.server]], pair.gpu) is None
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    sys.path[:0] = %r
+    import cupy, numpy as np
+    from transports import HELLO, LONG, endpoint
+    from distrun_runtime.arrays import device
+    from distrun_runtime.arrays.gpu_frames import readable
+    from distrun_runtime.arrays.gpu_sharing import frames_of
+    from distrun_runtime.arrays.shared_memory import Pool
+    from distrun_runtime.transport.base import Arrived, Up
+    from distrun_runtime.transport.host_paths import BulkTransport
+    from distrun_runtime.transport.zeromq import ZmqTransport
+    gpu, one, is_told = device.get("gpu:0"), BulkTransport(ZmqTransport(LONG, %r), %r, [Pool()]), False
+    one.connect("server-0", endpoint(int(sys.argv[1])))
+    while True:
+        for event in one.poll(0.01):
+            if isinstance(event, Up):
+                one.send("server-0", HELLO)
+            elif isinstance(event, Arrived) and not is_told:
+                is_told = True
+                one.proven("server-0")
+            elif isinstance(event, Arrived):
+                assert set(np.frombuffer(readable(event.frames[1]), np.float32)) == {float(bytes(event.frames[0]))}
+        event = None
+        exports = one.exports_to(["server-0"], gpu)
+        array = None if exports is None else exports.empty((20000,), np.dtype(np.float32))
+        if array is not None:
+            gpu.write(array, np.full(20000, 5, np.float32))
+            one.send("server-0", [b"5", *frames_of([array])])
+        array = None
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(3, 143, 7))
+def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(moment: int) -> None:
+    with gpus_of_process(Machine(1)) as machine:
+        gpu, server, number = machine.gpus.get(0), BulkTransport(ZmqTransport(LONG, TOKEN), TOKEN, [Pool()]), 0
+        argv = [sys.executable, "-c", PROGRAM % ([str(SUPPORT / "gpustandin"), str(SUPPORT)], TOKEN, TOKEN)]
+        env = {**os.environ, "STANDIN_FAULT": "kill:%d" % moment}
+        with subprocess.Popen([*argv, endpoint(server.bind("127.0.0.1")).rpartition(":")[2]], env=env) as other:
+            server.share_gpu(gpu)
+            total, link, is_down = gpu.zeros((SIZE,), np.dtype(np.float32)), "", False
+            deadline = time.monotonic() + 30
+            while not is_down and time.monotonic() < deadline:
+                for event in server.poll(0.01):
+                    is_down |= isinstance(event, Down)
+                    if isinstance(event, Arrived) and not link:
+                        link = event.link
+                        server.admitted(link)
+                        server.send(link, WELCOME)
+                        server.proven(link)
+                    elif isinstance(event, Arrived):
+                        with contextlib.suppress(KVError):  # It has ended before its values were there.
+                            found = array_of(event.frames[1], np.dtype(np.float32))
+                            gpu.sum([total, found], total)
+                            number += 1
+                    event = found = None
+                exports = server.exports_to([link], gpu)
+                array = None if exports is None else exports.empty((SIZE,), np.dtype(np.float32))
+                if array is not None and not is_down:
+                    gpu.sum([gpu.put(np.full(SIZE, number, np.float32))], array)
+                    with contextlib.suppress(ConnectionError):
+                        server.send(link, [str(number).encode(), *frames_of([array])])
+            assert other.wait() == -signal.SIGKILL
+        assert set(gpu.host(total).tolist()) == {5.0 * number}
+        while server._in_use and time.monotonic() < deadline:
+            server.poll(0.01)
+        assert not server._in_use
+        server.close()
+        del IN_USE[:]
+        machine.finish()
