@@ -165,9 +165,11 @@ class _SharedWork:
                 self._helped.get(timeout=LIMIT_S)
             except queue.Empty:
                 raise RuntimeFault(f"waited {LIMIT_S:g} s for a thread that copies or adds arrays") from None
+            except BaseException as err:  # a signal's handler raised it
+                self._errors.append(err)
         self._work = _nothing  # a thread that comes too late keeps no arrays
         if self._errors:
-            raise self._errors[0]
+            raise min(self._errors, key=lambda each: isinstance(each, Exception))  # an interrupt is not lost
 
 
 def _nothing(number: int, run: slice) -> None:
@@ -189,10 +191,12 @@ class _ThreadSet:
             while self._count < helpers:
                 threading.Thread(target=self._help, name="distrun-copy", daemon=True).start()
                 self._count += 1
-        for _ in range(min(helpers, self._count)):
-            self._asked.put(work)
-        work.take_part()
-        work.end()
+        try:
+            for _ in range(min(helpers, self._count)):
+                self._asked.put(work)
+            work.take_part()
+        finally:
+            work.end()
 
     def _help(self) -> None:
         while True:

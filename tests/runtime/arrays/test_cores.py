@@ -6,6 +6,7 @@ import mmap
 import os
 import queue
 import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -165,6 +166,38 @@ def test_a_piece_that_was_begun_before_the_caller_comes_to_its_own_is_waited_for
     monkeypatch.setattr(cores, "_threads", {os.getpid(): own})
     with pytest.raises(ZeroDivisionError):
         Threads(2, bound=1).share([8 << 16], work)
+
+
+def test_what_a_handler_raises_in_a_call_is_raised_when_no_thread_works_any_more() -> None:
+    begun, is_last, is_heard, has_returned = (threading.Event() for _ in range(4))
+    late: list[bool] = []
+
+    def handle(*_: object) -> None:
+        if not is_heard.is_set():
+            is_heard.set()
+            raise KeyboardInterrupt
+
+    def work(_: int, run: slice) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            if run.stop == 8 << 16:
+                is_last.set()
+            return
+        begun.set()
+        assert is_last.wait(60)
+        while not is_heard.wait(0.01):  # one that comes just before a wait does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        late.append(has_returned.wait(0.3))
+        raise ZeroDivisionError  # an interrupt is more than an error
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Threads(2, bound=1).share([8 << 16], work)
+    finally:
+        has_returned.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert late == [False]
 
 
 def test_beside_a_backward_half_of_the_threads_are_used() -> None:
