@@ -265,6 +265,8 @@ def pieces_of(sizes: Sequence[int], about: int) -> list[Pieces]:
     left = about
     for number, size in enumerate(sizes):
         begin = 0
+        if not size:
+            found[-1].append((number, slice(0, 0)))  # a step of no elements counts, too
         while begin < size:
             end = size if size - begin <= left + UNIT else begin + max(left - left % UNIT, UNIT)
             found[-1].append((number, slice(begin, end)))
