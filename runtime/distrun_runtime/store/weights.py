@@ -412,21 +412,21 @@ class PlannedUpdate:
         sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
         own, kind, parts = [each.array for each in stored], dtype, list[TensorColumn]()
 
-        def carried(work: list[Callable[[], Any]], what: object, column: TensorColumn, *way: GpuDevice) -> TensorColumn:
+        def carried(work: list[Callable[[], Any]], column: TensorColumn, *way: GpuDevice) -> TensorColumn:
             """Return a column of one GPU on another, to which work brings it by one copy."""
             if sum(sizes) * dtype.itemsize > COPIED_BYTES:
                 raise _NoPlan
-            there, here = (self._bucket(each, sum(sizes), what, dtype) for each in way)
+            there, here = (self._bucket(each, sum(sizes), dtype) for each in way)
             work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, dtype))
             work.append(partial(way[1].write, here, there))
             return TensorColumn.within(Read, here, sizes)
 
-        for at, column in enumerate(self._call.parts):
+        for column in self._call.parts:
             there, part = _device_of(column, numbers), column.arrays.some(numbers)
-            parts.append(part if there is home else carried(self._before, at, part, there, home))
+            parts.append(part if there is home else carried(self._before, part, there, home))
         if parts and self._sums_first:
             kind = work_dtype(dtype)
-            bucket = self._bucket(home, sum(sizes), "sums", kind)
+            bucket = self._bucket(home, sum(sizes), kind)
             into = TensorColumn.within(Write, bucket, sizes)
             self._before.append(home.sum_lists(parts, [into], sizes, dtype, kind))
             if self._call.is_scaled:
@@ -440,13 +440,14 @@ class PlannedUpdate:
             self._before.append(home.sum_lists(parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
         for there, columns in outs.items():
             value = TensorColumn.of(Read, own)
-            value = value if there is home else carried(self._after, "outs", value, home, there)
+            value = value if there is home else carried(self._after, value, home, there)
             self._after.append(there.sum_lists([value], columns, sizes, dtype))
         return parts
 
-    def _bucket(self, device: GpuDevice, size: int, what: object, dtype: DType) -> GpuArray:
-        """Return a flat array that the plans of a store share: one call uses it at a time."""
-        name = (device, size, what, dtype)
+    def _bucket(self, device: GpuDevice, size: int, dtype: DType) -> GpuArray:
+        """Return another flat array with each call. The plans of a store share them: one uses them at a time."""
+        kind = (device, size, dtype)
+        name = (*kind, [each[:-1] for each in self._buckets].count(kind))
         made = self._buckets[name] = self._weights.buckets.get(name) or device.empty((size,), dtype)
         self._weights.buckets[name] = made
         return made

@@ -219,6 +219,31 @@ def test_scaled_pushes_have_plans_whatever_the_number(torch: Torch, rule: str, g
     pair.pull()
 
 
+@pytest.mark.parametrize(("kinds", "scale", "k"), [(("float16", "float32"), 0.5, 1), (("float16", "bfloat16"), 1.0, 3)])
+def test_keys_of_two_dtypes_and_equal_sizes_have_sums_of_their_own(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, kinds: Any, scale: float, k: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", [(300,), (300,)])
+    pair = Pair(torch, kinds, "sgd")
+    for _ in range(3):
+        pair.push(k, scale=scale)
+        pair.pull()
+    assert pair.plans == 2
+
+
+def test_gradients_that_cross_between_two_gpus_reach_their_own_keys(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", [(300,), (300,)])
+    pair = Pair(torch, rule="sgd")
+    for places in ((0, 1), (1, 0)):  # the first are where the values will be
+        pair.given = [[GpuTensor(torch, (300,), pair.kinds[0], place)] for place in places]
+        for _ in range(2):
+            pair.push(1)
+            pair.pull()
+    assert pair.plans == 3
+
+
 @SEEDS
 def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
     pair = Pair(torch, rule="sgd")
