@@ -244,6 +244,17 @@ def test_gradients_that_cross_between_two_gpus_reach_their_own_keys(
     assert pair.plans == 3
 
 
+@pytest.mark.parametrize("rule", ["", "sgd"])
+def test_scaled_sums_go_by_one_bucket_of_bounded_size(torch: Torch, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(weights, "COPIED_BYTES", 1300)  # a key has 1200, all have 1804
+    pair = Pair(torch, ("float16",), rule)
+    for _ in range(3):
+        pair.push(1, scale=0.5)
+        pair.pull()
+    backend: Any = pair.stores[0]._backend
+    assert [each.nbytes for each in backend._weights.buckets.values()] == [1300]
+
+
 @SEEDS
 def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
     pair = Pair(torch, rule="sgd")
