@@ -27,7 +27,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.shards import SYNC, Failure, Turn
-from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, ShardSet, Values
+from distrun_runtime.ps.values import Layout, LayoutRuns, OpenUpdate, PushedValues, Round, ShardSet, Values
 
 SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
@@ -83,7 +83,7 @@ def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
-    found = runs(values.at[shards], lengths, cuts)
+    found = LayoutRuns(runs(values.at[shards], lengths, cuts))
     places, number, begin = [], 0, 0
     for run in found:
         while number < len(sizes) - 1 and run.offset >= limits[number]:
@@ -536,8 +536,11 @@ def _step_together(
         step_all(values, steps)
     else:
         _step_on_gpu(values, plan, list(parts))
-    plan.counts = values.steps[shards].tobytes()
-    values.step_plans[id(found)] = plan
+    if isinstance(found, LayoutRuns):
+        if found.are_used:
+            plan.counts = values.steps[shards].tobytes()
+            values.step_plans[id(found)] = plan
+        found.are_used = True
     while len(values.step_plans) > LAYOUTS:
         del values.step_plans[next(iter(values.step_plans))]
     return True

@@ -70,6 +70,8 @@ class _Together:
         self.at, self._code = at, code
         self._arrays = [stored[each].array for each in at]
         self._shards = np.array([stored[each].shard for each in at])
+        self._pieces: dict[tuple[int, int], Array] = {}
+        """Of the shards, each the same object again: what is known of it is found by that."""
         self._joins, self._sizes = _joins(values.store.length[self._shards])
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
@@ -77,7 +79,7 @@ class _Together:
         values = self.values
         if values.device.is_gpu:
             for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
-                shards = self._shards if last - first == len(sums) else self._shards[first:last]
+                shards = self._pieces.setdefault((first, last), self._shards[first:last])
                 flat = [each.reshape(-1) for each in some]
                 arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
         elif values.rule is None:

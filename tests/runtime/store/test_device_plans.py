@@ -255,6 +255,21 @@ def test_scaled_sums_go_by_one_bucket_of_bounded_size(torch: Torch, monkeypatch:
     assert [each.nbytes for each in backend._weights.buckets.values()] == [1300]
 
 
+def test_updates_in_parts_leave_no_more_with_each_turn(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(torch, rule="sgd")
+    pair.push(1)
+    monkeypatch.setattr(weights, "COPIED_BYTES", 600)
+    there, counts = pair.kept[0].values, set()
+    for turn in range(6):
+        arrays = [some for [some] in pair.numbers(1)]
+        for each in pair.stores:
+            each.push(pair.keys, arrays, scale=0.5)
+        if turn >= 2:
+            counts.add((len(there.layouts), len(there.step_plans)))
+    pair.pull()
+    assert len(counts) == 1
+
+
 @SEEDS
 def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
     pair = Pair(torch, rule="sgd")

@@ -204,6 +204,7 @@ def test_calls_whose_keys_are_given_anew_each_time_take_no_more_memory(monkeypat
             kv.push([np.int64(0), 1], [np.ones(3), np.ones(3)])  # not of the kind that the store keeps
         gc.collect()
         assert len(backend._weights.calls) <= 3
+        assert len(backend._weights.kept[0].values.step_plans) <= 3
         out = np.zeros(3)
         kv.pull(0, out)
         assert out.tolist() == [20.0] * 3
