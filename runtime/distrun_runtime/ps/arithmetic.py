@@ -547,18 +547,24 @@ def _step_together(
 
 
 def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[DeviceArray]]) -> None:
+    from distrun_runtime.arrays.gpu_devices import Borrowed
+
     assert values.rule is not None
     # Their use, as memory at the same address may be another block.
     where = tuple((part.address, id(part.memory.uses)) for its in parts for part in its)
     steps = plan.on_gpu.get(where)
     if steps is None:
-        if len(plan.on_gpu) >= GPU_STEPS:
-            plan.on_gpu.clear()
         items = [
             update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
             for number, begin, end, _, (weight, _, state, knobs) in plan.steps
         ]
-        steps = plan.on_gpu[where] = update.GpuSteps(values.rule, items)
+        steps = update.GpuSteps(values.rule, items)
+        if not any(
+            isinstance(part.memory, Borrowed) for its in parts for part in its
+        ):  # These come anew with each call.
+            if len(plan.on_gpu) >= GPU_STEPS:
+                plan.on_gpu.clear()
+            plan.on_gpu[where] = steps
     try:
         steps.make()
     finally:

@@ -270,6 +270,15 @@ def test_updates_in_parts_leave_no_more_with_each_turn(torch: Torch, monkeypatch
     assert len(counts) == 1
 
 
+def test_of_tensors_that_are_looked_at_one_by_one_no_steps_are_kept(torch: Torch, tmp_path: Path) -> None:
+    pair = Pair(torch, rule="sgd")
+    with pair.stores[0].profile(tmp_path):  # no call has a plan
+        for _ in range(4):
+            pair.push(1)
+        pair.pull()
+    assert not any(each.on_gpu for each in pair.kept[0].values.step_plans.values())
+
+
 @SEEDS
 def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
     pair = Pair(torch, rule="sgd")
