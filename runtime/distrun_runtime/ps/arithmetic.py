@@ -37,6 +37,8 @@ _JOINED_ELEMENTS = 1 << 14
 
 LAYOUTS = 1024
 """So many layouts of messages are kept for a store, and of so many the rule's steps."""
+SHARED_ELEMENTS = 1 << 23
+"""Threads share steps over so many elements: sums that are copied for them take no more memory."""
 GPU_STEPS = 64
 """So many lists of the addresses of parts are kept of each."""
 
@@ -523,16 +525,19 @@ def _step_together(
     if values.is_on_host:
         there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
         assert isinstance(values.device, CpuDevice)
-        is_alone = not values.device.shares(sum(run.end - run.begin for run in found))
+        # Alone each is made while its sum is in the processor's cache.
+        most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
+        waiting = 0
         steps: list[tuple[Array, update.WeightStep]] = []
         for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
             while at < number:
                 at, given = at + 1, next(there)
             own = [part[begin:end] for part in given]
             steps.append((some, update.WeightStep(weight, own, state, knobs)))
-            if is_alone:  # while they are in the processor's cache
+            waiting += end - begin
+            if waiting >= most:
                 step_all(values, steps)
-                steps = []
+                steps, waiting = [], 0
         step_all(values, steps)
     else:
         _step_on_gpu(values, plan, list(parts))
