@@ -540,6 +540,16 @@ def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torc
     assert on_gpu() is None
 
 
+def test_states_that_are_loaded_leave_no_plan(torch: Torch, tmp_path: Path) -> None:
+    pair = Pair(torch, rule="sgd")
+    for _ in range(3):
+        pair.push(2)
+    pair.stores[0].save_states(tmp_path)
+    pair.stores[0].load_states(tmp_path)
+    backend: Any = pair.stores[0]._backend
+    assert backend._plans is None
+
+
 def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(
     torch: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
