@@ -66,6 +66,8 @@ SLOTS = 4080
 NONCE_BYTES = 16
 BOARD_BYTES = 4 * PAGE
 """A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
+HOST_FRAMES = 2
+"""Head and body of a message: the host reads them."""
 _HEADER_BYTES = 64
 _TEXT_BYTES = 256
 _BACKLOG = 128
@@ -471,6 +473,8 @@ class Segments:
             raise NotShared("no memory is shared with it")
         owners: dict[int, Array] = {}
         for frame, number, offset, length in table:
+            if frame < HOST_FRAMES and number in peer.gpu.mapped:
+                raise NotShared(f"frame {frame} of its message is on a GPU, where only payloads can be")
             owner = owners.get(number)
             if owner is None and number in peer.gpu.mapped:
                 while slot not in peer.gpu.names:

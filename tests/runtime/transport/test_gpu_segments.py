@@ -24,16 +24,18 @@ from transports import LONG, WELCOME, endpoint, welcomed
 
 from distrun_runtime.arrays.cuda import DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
-from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
+from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
-from distrun_runtime.transport.base import Arrived, Down, PathChosen
+from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
 SIZE = 20_000
+HEAD = (b"", b"")
+"""What the host reads of a message."""
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
@@ -49,10 +51,12 @@ class Pair:
         self.chosen: list[PathChosen] = []
         self.arrived: list[Arrived] = []
 
-    def poll(self) -> None:
-        for event in [*self.server.poll(0.01), *self.worker.poll(0.01)]:
+    def poll(self) -> list[Event]:
+        events = [*self.server.poll(0.01), *self.worker.poll(0.01)]
+        for event in events:
             self.chosen += [event] if isinstance(event, PathChosen) else []
             self.arrived += [event] if isinstance(event, Arrived) else []
+        return events
 
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + 20
@@ -74,11 +78,21 @@ class Pair:
         assert array is not None
         self.gpu.clear(array)
         self.gpu.sum([array, self.gpu.put(np.full(SIZE, value, np.float32))], array)
-        return sender.send(self.links[sender], [b"", *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
+        return sender.send(self.links[sender], [*HEAD, *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
+
+    def exports(self) -> GpuExports:
+        """Return the server's memory that the worker reads."""
+        found = self.server.exports_to([self.links[self.server]], self.gpu)
+        assert found is not None
+        return found
+
+    def down(self) -> list[str]:
+        """Return the reasons of connections that end in the next moments."""
+        return [each.reason for _ in range(20) for each in self.poll() if isinstance(each, Down)]
 
     def receive(self) -> Any:
         self.until(lambda: self.arrived)
-        return self.arrived.pop(0).frames[1]
+        return self.arrived.pop(0).frames[2]
 
     def close(self) -> None:
         self.arrived.clear()
@@ -155,12 +169,20 @@ def test_rounds_in_any_order_have_the_values_that_were_sent(pair: Pair) -> None:
             value, found = held.pop(chance.randrange(len(held)))
             assert set(pair.gpu.host(found).tolist()) == {value}
             del found
-    exports = pair.server.exports_to([pair.links[pair.server]], pair.gpu)
-    assert exports is not None
     held.clear()
     pair.until(lambda: not pair.server._in_use and not pair.worker._in_use)
-    exports.trim()
-    assert len(exports.segments) == 1
+    pair.exports().trim()
+    assert len(pair.exports().segments) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_head_or_body_on_a_gpu_ends_the_connection(pair: Pair, number: int) -> None:
+    pair.agree()
+    array = pair.exports().empty((SIZE,), np.dtype(np.float32))
+    assert array is not None
+    pair.server.send(pair.links[pair.server], [*HEAD[:number], *frames_of([array])])
+    assert f"frame {number} of its message is on a GPU" in str(pair.down())
+    assert not pair.arrived
 
 
 def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +239,13 @@ PROGRAM = textwrap.dedent(
                 is_told = True
                 one.proven("server-0")
             elif isinstance(event, Arrived):
-                assert set(np.frombuffer(readable(event.frames[1]), np.float32)) == {float(bytes(event.frames[0]))}
+                assert set(np.frombuffer(readable(event.frames[2]), np.float32)) == {float(bytes(event.frames[0]))}
         event = None
         exports = one.exports_to(["server-0"], gpu)
         array = None if exports is None else exports.empty((20000,), np.dtype(np.float32))
         if array is not None:
             gpu.write(array, np.full(20000, 5, np.float32))
-            one.send("server-0", [b"5", *frames_of([array])])
+            one.send("server-0", [b"5", b"", *frames_of([array])])
         array = None
     """
 )
@@ -250,7 +272,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(mom
                         server.proven(link)
                     elif isinstance(event, Arrived):
                         with contextlib.suppress(KVError):  # It has ended before its values were there.
-                            found = array_of(event.frames[1], np.dtype(np.float32))
+                            found = array_of(event.frames[2], np.dtype(np.float32))
                             gpu.sum([total, found], total)
                             number += 1
                     event = found = None
@@ -259,7 +281,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(mom
                 if array is not None and not is_down:
                     gpu.sum([gpu.put(np.full(SIZE, number, np.float32))], array)
                     with contextlib.suppress(ConnectionError):
-                        server.send(link, [str(number).encode(), *frames_of([array])])
+                        server.send(link, [str(number).encode(), b"", *frames_of([array])])
             assert other.wait() == -signal.SIGKILL
         assert set(gpu.host(total).tolist()) == {5.0 * number}
         while server._in_use and time.monotonic() < deadline:
