@@ -60,6 +60,8 @@ class GpuPeer:
     """Ours, by slot; it has their names."""
     fds: dict[int, int] = field(default_factory=dict)
     """Descriptors of its segments that were not mapped yet, by number."""
+    known: set[int] = field(default_factory=set)
+    """Numbers of the segments that it has offered, until it gives them back; whether they are read here or not."""
     offered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Its offers that are not taken yet."""
     mapped: dict[int, GpuMapping] = field(default_factory=dict)
@@ -83,18 +85,20 @@ class GpuPeer:
 
     def forget(self, number: int) -> bool:
         """Forget a segment that it has given back, if it is one of a GPU; tell whether it is."""
-        if number in self.fds:
-            os.close(self.fds.pop(number))
-        is_known = number in self.offered or number in self.mapped
+        if number not in self.known:
+            return False
+        self.known.remove(number)
         self.offered.pop(number, None)
         self.mapped.pop(number, None)
-        return is_known
+        if number in self.fds:
+            os.close(self.fds.pop(number))
+        return True
 
     def close(self) -> None:
         """Map nothing any more. What refers to mapped memory keeps it."""
         for fd in self.fds.values():
             os.close(fd)
-        for known in (self.fds, self.offered, self.mapped, self.opened):
+        for known in (self.fds, self.known, self.offered, self.mapped, self.opened):
             known.clear()
         self.has_taken = False
 

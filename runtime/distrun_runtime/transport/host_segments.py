@@ -578,6 +578,7 @@ class Segments:
         peer = self.peers[link]
         while int(told["number"]) not in peer.gpu.fds:
             self._receive(peer)
+        peer.gpu.known.add(int(told["number"]))
         peer.gpu.offered[int(told["number"])] = told
         yield from self.gpu.answers(peer.gpu)
 

@@ -34,6 +34,8 @@ from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
 SIZE = 20_000
+MORE = 17 * 1024 * 1024
+"""Bytes for which a second segment is made."""
 HEAD = (b"", b"")
 """What the host reads of a message."""
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
@@ -214,6 +216,17 @@ def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
         monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: replace(known(gpu), uuid=str(next(uuids))))
     assert reason in pair.agree("segments", 1)[0]
     assert pair.server.exports_to([pair.links[pair.server]], pair.gpu) is None
+
+
+def test_a_segment_that_was_refused_is_given_back_as_any_other(pair: Pair) -> None:
+    pair.agree()
+    pair.machine.standin.fail("open_shared", code=2)
+    pair.exports().empty((MORE,), np.dtype(np.uint8))
+    pair.until(lambda: len(pair.chosen) == 5)
+    assert "open_shared" in pair.chosen[4].reason
+    pair.exports().trim()
+    assert len(pair.exports().segments) == 1
+    assert not pair.down()
 
 
 PROGRAM = textwrap.dedent(
