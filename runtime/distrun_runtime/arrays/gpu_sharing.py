@@ -19,9 +19,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -33,10 +33,17 @@ from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
 from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
-from distrun_runtime.arrays.shared_memory import FIRST_BYTES, NUMBERS, PAGE, SEGMENT_BYTES, FreeRuns, address_of
+from distrun_runtime.arrays.shared_memory import (
+    FIRST_BYTES,
+    NONCE_BYTES,
+    NUMBERS,
+    PAGE,
+    SEGMENT_BYTES,
+    FreeRuns,
+    address_of,
+)
 from distrun_runtime.errors import KVError
 
-NONCE_BYTES = 16
 ASK_S = 0.0001
 """How often the host asks whether values of another process are there."""
 
@@ -302,6 +309,16 @@ def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
 
 
+class Offer(Protocol):
+    """What another process has told of a segment."""
+
+    size: int
+    nonce: bytes
+    event_name: bytes
+    event: Event | None
+    """Behind the nonce; None: not opened yet."""
+
+
 class GpuSharing:
     """What a process shares of its GPUs, and what others share with it.
 
@@ -315,8 +332,6 @@ class GpuSharing:
         """Why there is none, once it was asked for."""
         self._grown = grown
         self._unmapped: deque[Pointer] = deque()
-        self._asked: dict[str, Event] = {}
-        """The events of offers that are not mapped yet."""
 
     def open(self, gpu: GpuDevice) -> None:
         """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
@@ -332,25 +347,20 @@ class GpuSharing:
                 self.exports = made
             self.why_not = "" if is_made else made.why_not
 
-    def map(self, told: Mapping[str, Any], gpu: GpuDevice, fd: int) -> GpuMapping | None:
+    def map(self, offer: Offer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
-
-        Arguments:
-            told: its `size`, `nonce` and `event`, the last two in hex.
 
         Raises:
             KVError: that cannot be, and why.
         """
         cuda = devices.gpus().order.cuda
-        if told["event"] not in self._asked:
-            self._asked[told["event"]] = cuda.open_event(gpu.physical, bytes.fromhex(told["event"]))
-        if not cuda.query(self._asked[told["event"]]):
+        offer.event = offer.event or cuda.open_event(gpu.physical, offer.event_name)
+        if not cuda.query(offer.event):
             return None
-        event = self._asked.pop(told["event"])
-        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, int(told["size"])), self._unmapped)
+        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, offer.size), self._unmapped)
         IN_USE.append(True)
-        nonce = mapping.frames(Arrival("", event, lambda: False, is_over=True))[:NONCE_BYTES]
-        if bytes(readable(nonce.data)) != bytes.fromhex(told["nonce"]):
+        nonce = mapping.frames(Arrival("", offer.event, lambda: False, is_over=True))[: len(offer.nonce)]
+        if bytes(readable(nonce.data)) != offer.nonce:
             raise KVError("its memory has another nonce")
         return mapping
 

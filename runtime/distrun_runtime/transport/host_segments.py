@@ -45,6 +45,7 @@ from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of, readable
 from distrun_runtime.arrays.shared_memory import (
     BLOCKS,
+    NONCE_BYTES,
     PAGE,
     Pool,
     Segment,
@@ -55,7 +56,7 @@ from distrun_runtime.arrays.shared_memory import (
 )
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.transport.base import NotShared
-from distrun_runtime.transport.gpu_segments import GpuPeer, GpuSegments, Reference
+from distrun_runtime.transport.gpu_segments import GpuOffer, GpuPeer, GpuSegments, Reference
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
-NONCE_BYTES = 16
 BOARD_BYTES = 4 * PAGE
 """A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
 HOST_FRAMES = 2
@@ -574,12 +574,12 @@ class Segments:
                 yield link, told
 
     def take_gpu(self, link: str, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take an offer; yield what the peer is answered."""
-        peer = self.peers[link]
-        while int(told["number"]) not in peer.gpu.fds:
+        """Take an offer; yield what the peer is answered. Raises as `GpuOffer.told`."""
+        peer, offer = self.peers[link], GpuOffer.told(told)
+        while offer.number not in peer.gpu.fds:
             self._receive(peer)
-        peer.gpu.known.add(int(told["number"]))
-        peer.gpu.offered[int(told["number"])] = told
+        peer.gpu.known.add(offer.number)
+        peer.gpu.offered[offer.number] = offer
         yield from self.gpu.answers(peer.gpu)
 
     def retry_gpus(self) -> Iterator[tuple[str, dict[str, Any]]]:

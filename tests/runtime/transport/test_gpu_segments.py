@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -28,7 +29,7 @@ from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
-from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.host_paths import BulkKind, BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -227,6 +228,24 @@ def test_a_segment_that_was_refused_is_given_back_as_any_other(pair: Pair) -> No
     pair.exports().trim()
     assert len(pair.exports().segments) == 1
     assert not pair.down()
+
+
+@pytest.mark.parametrize("told", [{"size": -2 << 20}, {"size": 3}, {"size": "2097152"}, {"nonce": "00"}, {"event": ""}])
+def test_an_offer_that_makes_no_sense_ends_its_connection_when_it_comes(pair: Pair, told: dict[str, Any]) -> None:
+    pair.until(lambda: len(pair.chosen) == 2)
+    right = {"number": 7, "size": 2 << 20, "uuid": "of another GPU", "nonce": "00" * 16, "event": "00" * 64}
+    pair.worker._say("server-0", BulkKind.GPU_OFFER, {"gpu": {**right, **told}})
+    assert "no segment" in str(pair.down())
+
+
+def test_a_descriptor_that_comes_twice_is_closed(pair: Pair) -> None:
+    pair.agree()
+    ours, known = pair.worker._segments.peers["server-0"].socket, len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        socket.send_fds(ours, [b"gpu 99"], [ours.fileno()])
+    pair.send(pair.worker, 3.0)
+    assert "a segment cannot be mapped" in str(pair.down())
+    assert len(os.listdir("/proc/self/fd")) <= known
 
 
 PROGRAM = textwrap.dedent(
