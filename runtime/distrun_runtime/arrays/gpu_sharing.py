@@ -125,6 +125,8 @@ class GpuExports:
         """How many segments were given back."""
         self._grown = grown
         self._lock = threading.Lock()
+        self.descriptors = threading.Lock()
+        """Held while a descriptor of `segments` is sent or closed: its number may be another one's then."""
         self._unused: deque[tuple[GpuSegment, int, int]] = deque()
         """Runs that nothing refers to any more. Whichever thread drops one appends it."""
 
@@ -166,12 +168,14 @@ class GpuExports:
         with self._lock:
             self._take_back()
             gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
-            self.segments = tuple(each for each in self.segments if each not in gone)
+            with self.descriptors:
+                self.segments = tuple(each for each in self.segments if each not in gone)
+                for segment in gone:
+                    os.close(segment.fd)
             self.given_back += len(gone)
             for segment in gone:
                 self.order.finish_uses(segment.uses, writes=True)
                 self.order.cuda.close_shared(segment.pointer)
-                os.close(segment.fd)
                 self._account(-segment.pointer.nbytes)
 
     def _take_back(self) -> None:
@@ -332,6 +336,8 @@ class GpuSharing:
         """Why there is none, once it was asked for."""
         self._grown = grown
         self._unmapped: deque[Pointer] = deque()
+        self._uuids: dict[int, str] = {}
+        """By physical GPU."""
 
     def open(self, gpu: GpuDevice) -> None:
         """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
@@ -366,8 +372,13 @@ class GpuSharing:
 
     def gpu_of(self, uuid: str) -> GpuDevice | None:
         """Return the device of a UUID; None: this process does not use it so far."""
-        cuda = devices.gpus().order.cuda
-        return next((each for each in devices.opened() if cuda.properties(each.physical).uuid == uuid), None)
+        return next((each for each in devices.opened() if self.uuid_of(each) == uuid), None)
+
+    def uuid_of(self, gpu: GpuDevice) -> str:
+        """Return the UUID of a device; the driver, which takes long, is asked once."""
+        if gpu.physical not in self._uuids:
+            self._uuids[gpu.physical] = devices.gpus().order.cuda.properties(gpu.physical).uuid
+        return self._uuids[gpu.physical]
 
     def collect(self) -> None:
         """Let go of what was read, and unmap what is not needed any more."""

@@ -175,15 +175,18 @@ class GpuSegments:
         exports = self.exports
         if exports is None:
             return
-        uuid = exports.order.cuda.properties(exports.gpu.physical).uuid
         for segment in exports.segments:
             if segment.number in peer.told:
                 continue
-            try:
-                socket.send_fds(one, [f"{MEMORY} {segment.number}".encode()], [segment.fd], socket.MSG_NOSIGNAL)
-            except OSError:
-                return  # The socket is full, or its other end is closed.
-            peer.told.add(segment.number)
+            with exports.descriptors:
+                if segment not in exports.segments:
+                    continue  # It was given back meanwhile.
+                try:
+                    socket.send_fds(one, [f"{MEMORY} {segment.number}".encode()], [segment.fd], socket.MSG_NOSIGNAL)
+                except OSError:
+                    return  # The socket is full, or its other end is closed.
+                peer.told.add(segment.number)
+            uuid = self._opened().uuid_of(exports.gpu)
             names = {"nonce": segment.nonce.hex(), "event": segment.event_name.hex()}
             yield {"number": segment.number, "size": segment.pointer.nbytes, "uuid": uuid, **names}
 

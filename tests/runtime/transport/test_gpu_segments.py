@@ -29,6 +29,7 @@ from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
+from distrun_runtime.transport.gpu_segments import GpuPeer
 from distrun_runtime.transport.host_paths import BulkKind, BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -246,6 +247,31 @@ def test_a_descriptor_that_comes_twice_is_closed(pair: Pair) -> None:
     pair.send(pair.worker, 3.0)
     assert "a segment cannot be mapped" in str(pair.down())
     assert len(os.listdir("/proc/self/fd")) <= known
+
+
+def test_the_driver_is_asked_for_a_uuid_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.agree()
+    calls, known = list[int](), pair.machine.cuda.properties
+    monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: calls.append(gpu) or known(gpu))
+    for _ in range(10):
+        pair.server.wake()
+        pair.poll()
+    assert not calls
+
+
+def test_no_descriptor_is_sent_of_a_segment_that_was_given_back_meanwhile(pair: Pair) -> None:
+    pair.agree()
+    exports, (one, other) = pair.server._segments.gpu.exports, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert exports is not None
+    exports.empty((MORE,), np.dtype(np.uint8))
+    fd, offers = exports.segments[1].fd, pair.server._segments.gpu.offers(GpuPeer(), one)
+    assert next(offers)["number"] == exports.segments[0].number
+    exports.trim()
+    os.dup2(other.fileno(), fd)  # Its number is another descriptor's now.
+    assert not list(offers)
+    os.close(fd)
+    one.close()
+    other.close()
 
 
 PROGRAM = textwrap.dedent(
