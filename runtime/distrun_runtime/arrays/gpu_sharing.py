@@ -1,6 +1,7 @@
 """Memory of this process's GPUs that other processes of the host use, and theirs that this one uses.
 
     GpuExports   segments of one GPU that others can map, and arrays in them
+    ReadExports  those of them that some processes read
     GpuMapping   a segment of another process, mapped here
     Arrival      what to wait for before values of another process are used
     GpuSharing   all of a process
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemor
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
-from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, readable
+from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, place_of, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
 from distrun_runtime.arrays.shared_memory import (
@@ -130,8 +131,11 @@ class GpuExports:
         self._unused: deque[tuple[GpuSegment, int, int]] = deque()
         """Runs that nothing refers to any more. Whichever thread drops one appends it."""
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> GpuArray | None:
+    def empty(self, shape: Sequence[int], dtype: DType, among: Set[int] | None = None) -> GpuArray | None:
         """Return a new array of undefined content; None: there is no memory for it, see `why_not`.
+
+        Arguments:
+            among: numbers of the segments that it may be in; if these are all, and full, there will be another one.
 
         Raises:
             CudaError: the GPU has failed for good.
@@ -140,17 +144,22 @@ class GpuExports:
         size = -(-max(1, nbytes) // PAGE) * PAGE
         with self._lock:
             self._take_back()
-            places = ((segment, segment.take(size)) for segment in self.segments)
+            segments = [each for each in self.segments if among is None or each.number in among]
+            places = ((segment, segment.take(size)) for segment in segments)
             place = next((each for each in places if each[1] >= 0), None)
-            if place is None:
+            if place is None and len(segments) == len(self.segments):
                 made = self._make(size + PAGE)
-                if made is None:
-                    return None
-                place = made, made.take(size)
+                place = None if made is None or among is not None else (made, made.take(size))
+            if place is None:
+                return None
         segment, begin = place
         run = _ExportedRun(self.gpu, segment, begin, max(1, nbytes))
         weakref.finalize(run.bytes, self._unused.append, (segment, begin, begin + size)).atexit = False
         return self.gpu.within(run, shape, dtype)
+
+    def among(self, numbers: Set[int]) -> ReadExports:
+        """Return what is in some of the segments."""
+        return ReadExports(self, numbers)
 
     @staticmethod
     def bytes_of(array: GpuArray) -> Array:
@@ -228,6 +237,23 @@ class GpuExports:
                 return False
             pool.size += size
         return True
+
+
+@dataclass(frozen=True)
+class ReadExports:
+    """Those segments of a GPU that some other processes are known to read. Threads: any."""
+
+    all: GpuExports
+    numbers: Set[int]
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> GpuArray | None:
+        """Return a new array that they read; None: there is no memory for it so far. Raises as `GpuExports.empty`."""
+        return self.all.empty(shape, dtype, self.numbers)
+
+    def has(self, memory: Array) -> bool:
+        """Whether they read some bytes of an array of ours."""
+        place = place_of(memory)
+        return place is not None and place.segment in self.numbers
 
 
 @dataclass(eq=False)

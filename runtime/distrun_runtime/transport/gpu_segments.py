@@ -84,8 +84,6 @@ class GpuPeer:
     """Our segments that it was offered."""
     taken: set[int] = field(default_factory=set)
     """Those that it reads."""
-    has_taken: bool = False
-    """Whether it has read one."""
     events: dict[int, Event] = field(default_factory=dict)
     """Ours, by slot; it has their names."""
     fds: dict[int, int] = field(default_factory=dict)
@@ -128,9 +126,8 @@ class GpuPeer:
         """Map nothing any more. What refers to mapped memory keeps it."""
         for fd in self.fds.values():
             os.close(fd)
-        for known in (self.fds, self.known, self.offered, self.mapped, self.opened):
+        for known in (self.taken, self.fds, self.known, self.offered, self.mapped, self.opened):
             known.clear()
-        self.has_taken = False
 
 
 class GpuSegments:
@@ -194,7 +191,6 @@ class GpuSegments:
         """A peer has answered an offer; return why it does not read that segment; empty: it does."""
         if not told["reason"]:
             peer.taken.add(int(told["number"]))
-            peer.has_taken = True
         return str(told["reason"])
 
     def refer(self, peer: GpuPeer, frame: Buffer, place: FramePlace) -> Reference | None:

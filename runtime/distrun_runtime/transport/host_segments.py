@@ -60,7 +60,7 @@ from distrun_runtime.transport.gpu_segments import GpuOffer, GpuPeer, GpuSegment
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
@@ -593,13 +593,15 @@ class Segments:
         """A peer has answered an offer; return why it does not read that segment; empty: it does."""
         return self.gpu.answered(self.peers[link].gpu, told)
 
-    def exports_to(self, links: Iterable[str], gpu: GpuDevice) -> GpuExports | None:
-        """Return memory of a GPU that the other sides of links read where it is; None: not all do. Threads: any."""
+    def exports_to(self, links: Iterable[str], gpu: GpuDevice) -> ReadExports | None:
+        """Return memory of a GPU that the other sides of links read where it is; None: of none. Threads: any."""
         exports = self.gpu.exports
         if exports is None or exports.gpu is not gpu:
             return None
-        peers = [self.peers.get(link) for link in links]
-        return exports if all(peer is not None and peer.gpu.has_taken for peer in peers) else None
+        peers = map(self.peers.get, links)
+        taken = [frozenset[int]() if peer is None else frozenset(peer.gpu.taken) for peer in peers]
+        numbers = frozenset[int].intersection(*taken) if taken else frozenset[int]()
+        return exports.among(numbers) if numbers else None
 
     # The end
 

@@ -25,7 +25,7 @@ from transports import LONG, WELCOME, endpoint, welcomed
 
 from distrun_runtime.arrays.cuda import DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
-from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, frames_of
+from distrun_runtime.arrays.gpu_sharing import Arrival, ReadExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
@@ -84,7 +84,7 @@ class Pair:
         self.gpu.sum([array, self.gpu.put(np.full(SIZE, value, np.float32))], array)
         return sender.send(self.links[sender], [*HEAD, *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
 
-    def exports(self) -> GpuExports:
+    def exports(self) -> ReadExports:
         """Return the server's memory that the worker reads."""
         found = self.server.exports_to([self.links[self.server]], self.gpu)
         assert found is not None
@@ -175,8 +175,8 @@ def test_rounds_in_any_order_have_the_values_that_were_sent(pair: Pair) -> None:
             del found
     held.clear()
     pair.until(lambda: not pair.server._in_use and not pair.worker._in_use)
-    pair.exports().trim()
-    assert len(pair.exports().segments) == 1
+    pair.exports().all.trim()
+    assert len(pair.exports().all.segments) == 1
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -226,8 +226,10 @@ def test_a_segment_that_was_refused_is_given_back_as_any_other(pair: Pair) -> No
     pair.exports().empty((MORE,), np.dtype(np.uint8))
     pair.until(lambda: len(pair.chosen) == 5)
     assert "open_shared" in pair.chosen[4].reason
-    pair.exports().trim()
-    assert len(pair.exports().segments) == 1
+    assert pair.exports().empty((MORE,), np.dtype(np.uint8)) is None
+    assert len(pair.exports().all.segments) == 2
+    pair.exports().all.trim()
+    assert len(pair.exports().all.segments) == 1
     assert not pair.down()
 
 
@@ -247,6 +249,15 @@ def test_a_descriptor_that_comes_twice_is_closed(pair: Pair) -> None:
     pair.send(pair.worker, 3.0)
     assert "a segment cannot be mapped" in str(pair.down())
     assert len(os.listdir("/proc/self/fd")) <= known
+
+
+def test_an_array_is_only_made_where_the_other_side_is_known_to_read_it(pair: Pair) -> None:
+    pair.agree()
+    assert pair.exports().empty((MORE,), np.dtype(np.uint8)) is None
+    pair.until(lambda: len(pair.chosen) == 5)
+    found = pair.exports().empty((MORE,), np.dtype(np.uint8))
+    assert found is not None
+    assert pair.exports().has(pair.exports().all.bytes_of(found))
 
 
 def test_the_driver_is_asked_for_a_uuid_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
