@@ -488,6 +488,8 @@ class StandIn:
     def copy_peer(self, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
         if stream.device not in (into.device, source.device):
             raise self.mistake("copy_peer on gpu:%d between %s and %s" % (stream.device, into, source))
+        if any(self._found(each, nbytes)[0].shared is not None for each in (into, source)):
+            raise self.mistake("copy_peer of shared memory, which is mapped for its own device only")
         self._copy_across("copy_peer", into, source, nbytes, stream)
 
     @call

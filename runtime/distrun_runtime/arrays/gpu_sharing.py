@@ -75,12 +75,14 @@ class _ExportedPlace:
 class _ExportedRun(Memory):
     """Memory of an array of ours; `bytes` is for its frames, and keeps it in use."""
 
+    is_shared = True
+
     def __init__(self, gpu: GpuDevice, segment: GpuSegment, begin: int, nbytes: int) -> None:
         self.pointer = segment.pointer.at(begin, nbytes)
         self.uses = segment.uses
         # The place has another one of the same memory, which keeps nothing.
         bare = Memory.__new__(Memory)
-        bare.pointer, bare.uses = self.pointer, self.uses
+        bare.pointer, bare.uses, bare.is_shared = self.pointer, self.uses, True
         self.bytes = frames_at(_ExportedPlace(gpu, segment.number, begin, self.pointer.address, bare), nbytes)
 
 
@@ -251,6 +253,8 @@ class Arrival:
 
 class _Imported(Memory):
     """Memory of another process, as long as arrays of ours refer to it; its frame is kept until it was read."""
+
+    is_shared = True
 
     def __init__(self, pointer: Pointer, frame: Buffer, keeper: Keeper) -> None:
         self._dropped = keeper.dropped

@@ -88,7 +88,7 @@ class Pair:
 
 @pytest.fixture(params=[0])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with gpus_of_process(Machine(1, seed=request.param)) as machine:
+    with gpus_of_process(Machine(2, seed=request.param)) as machine:
         one = Pair(machine)
         yield one
         one.close()
@@ -106,6 +106,22 @@ def test_values_on_a_gpu_are_read_where_they_are_when_they_are_there(pair: Pair)
         assert place_of(frame) is not None
         assert set(pair.gpu.host(found).tolist()) == {3.0}
         assert bytes(readable(frame)) == np.full(SIZE, 3.0, np.float32).tobytes()
+
+
+def test_another_gpu_has_the_values_by_way_of_the_host(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    other, found = pair.machine.gpus.get(1), array_of(pair.receive(), np.dtype(np.float32))
+    out, exports = (
+        other.zeros((SIZE // 2,), np.dtype(np.float32)),
+        pair.server.exports_to([pair.links[pair.server]], pair.gpu),
+    )
+    other.sums([([found], out)])
+    assert exports is not None
+    into = exports.empty(out.shape, out.dtype)
+    assert into is not None
+    pair.gpu.write(into, out)
+    assert set(other.host(out).tolist()) == set(pair.gpu.host(into).tolist()) == {3.0}
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
