@@ -467,7 +467,10 @@ class StandIn:
 
     @call
     def end_event(self, device: int, handle: int) -> None:
-        assert self._events.pop(handle).device == device
+        state = self._events.pop(handle)
+        assert state.device == device
+        if state.shared is not None and state.shared.is_ours:
+            state.shared.end()
 
     @call
     def copy(self, into: Place, source: Place, nbytes: int, stream: Stream) -> None:

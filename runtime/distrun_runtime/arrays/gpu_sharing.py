@@ -228,20 +228,23 @@ class Arrival:
     who: str
     event: Event
     is_gone: Callable[[], bool]
-    """Whether that process has ended."""
+    """Whether that process has ended, or begun to end."""
     is_over: bool = False
 
     def wait(self, order: StreamOrdering) -> None:
         """Return when the values are there. The host waits: a stream that waits for a killed process never ends.
 
         Raises:
-            KVError: the other process has ended before that, or they did not come in time.
+            KVError: the other process has ended before that was known, or they did not come in time.
         """
         until = time.monotonic() + order.wait_s
         while not self.is_over:
-            self.is_over = order.cuda.query(self.event)
-            if not self.is_over and self.is_gone():
-                raise KVError(f"{self.who} has ended before its values were on the GPU")
+            # What an event says whose maker has ended is not defined: it lives before it is asked, and after.
+            is_gone = self.is_gone()
+            has_completed = not is_gone and order.cuda.query(self.event)
+            if is_gone or self.is_gone():
+                raise KVError(f"{self.who} has ended before its values were known to be on the GPU")
+            self.is_over = has_completed
             if not self.is_over and time.monotonic() >= until:
                 raise KVError(
                     f"{self.who} announced values on the GPU, which are not there after {order.wait_s:g} s; fix: see"

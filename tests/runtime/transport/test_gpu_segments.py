@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import os
 import random
+import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -29,7 +31,7 @@ from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import Arrived, Down, PathChosen
 from distrun_runtime.transport.host_paths import BulkTransport
-from distrun_runtime.transport.host_segments import SharedLease
+from distrun_runtime.transport.host_segments import SharedLease, _Peer
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
@@ -122,6 +124,46 @@ def test_another_gpu_has_the_values_by_way_of_the_host(pair: Pair) -> None:
     assert into is not None
     pair.gpu.write(into, out)
     assert set(other.host(out).tolist()) == set(pair.gpu.host(into).tolist()) == {3.0}
+
+
+def test_an_event_is_not_believed_when_its_maker_has_ended(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    frame = pair.receive()
+    pair.worker.close()
+    with pytest.raises(KVError, match="has ended before its values were known to be on the GPU"):
+        array_of(frame, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("ends_at", [1, 2])
+def test_who_ends_while_its_event_is_asked_is_not_believed(pair: Pair, ends_at: int) -> None:
+    asked, event = itertools.count(1), pair.machine.cuda.event(0)  # It was never recorded, so it has completed.
+    arrival = Arrival("the process at in:1", event, lambda: next(asked) >= ends_at)
+    with pytest.raises(KVError, match="the process at in:1 has ended"):
+        arrival.wait(pair.machine.gpus.order)
+    Arrival("", event, lambda: False).wait(pair.machine.gpus.order)
+
+
+def test_a_process_has_ended_though_a_child_of_it_keeps_the_socket() -> None:
+    program = (
+        "import os,socket,sys; one=socket.socket(fileno=int(sys.argv[1])); one.connect('\\0'+sys.argv[2]); input();"
+    )
+    program += "os.fork() or sys.stdin.read()"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(b"")
+        listener.listen()
+        argv = [sys.executable, "-c", program, str(client.fileno()), listener.getsockname()[1:].decode()]
+        with subprocess.Popen(argv, pass_fds=[client.fileno()], stdin=subprocess.PIPE, text=True) as other:
+            client.close()
+            one = _Peer(listener.accept()[0], Any, Any)
+            assert not one.has_ended()
+            assert other.stdin is not None
+            other.stdin.write("\n")
+            other.stdin.flush()
+            other.wait()
+            assert not select.select([one.socket], [], [], 0)[0]
+            assert one.has_ended()
+            one.socket.close()
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
