@@ -76,6 +76,7 @@ NAMES = {
     711: ("cudaErrorTooManyPeers", "peer mapping resources exhausted"),
     712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
+    999: ("cudaErrorUnknown", "unknown error"),
 }
 NAN = 0xFF
 """Bytes of this value are NaN in every float type."""
@@ -207,7 +208,7 @@ def call(method: T) -> T:
                 raise self.dead
             code = self.faults.pop((name, self.calls[name]), None)
             if code is not None:
-                if code in STICKY:
+                if code in STICKY - {999}:  # which can be of what another process has given
                     self.dead = error(code)
                 raise error(code)
             self._name = name

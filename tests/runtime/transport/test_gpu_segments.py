@@ -24,7 +24,7 @@ from cudastandin import Mistake
 from gpukit import Machine, gpus_of_process
 from transports import LONG, WELCOME, endpoint, welcomed
 
-from distrun_runtime.arrays.cuda import DriverError
+from distrun_runtime.arrays.cuda import CudaError, DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
 from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
@@ -166,6 +166,19 @@ def test_a_process_has_ended_though_a_child_of_it_keeps_the_socket() -> None:
             one.socket.close()
 
 
+def test_an_error_of_anothers_event_is_that_messages_and_a_failed_gpu_is_told(pair: Pair) -> None:
+    pair.agree()
+    for code in (999, 719):
+        pair.send(pair.worker, 3.0)
+        frame = pair.receive()
+        pair.machine.standin.fail("query", code=code)
+        with pytest.raises(CudaError) as caught:
+            array_of(frame, np.dtype(np.float32))
+        assert caught.value.is_sticky == (pair.machine.cuda.failed is not None) == (code == 719)
+    pair.machine.cuda.__init__(pair.machine.standin)  # type: ignore[misc]
+    pair.machine.standin.dead = None
+
+
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
     pair.agree()
     lease = pair.send(pair.worker, 3.0)
@@ -236,6 +249,8 @@ def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeyp
     ("call", "code", "reason"),
     [
         ("open_shared", 801, "open_shared on gpu:0 failed: cudaErrorNotSupported"),
+        ("open_shared", 999, "open_shared on gpu:0 failed: cudaErrorUnknown"),
+        ("open_event", 999, "open_event on gpu:0 failed: cudaErrorUnknown"),
         ("open_event", 400, "open_event on gpu:0 failed: cudaErrorInvalidResourceHandle"),
         ("", 0, "this process does not use the GPU of UUID"),
     ],
@@ -249,6 +264,7 @@ def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
         uuids, known = itertools.count(), pair.machine.cuda.properties
         monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: replace(known(gpu), uuid=str(next(uuids))))
     assert reason in pair.agree("segments", 1)[0]
+    pair.gpu.synchronize()
     assert pair.server.exports_to([pair.links[pair.server]], pair.gpu) is None
 
 
