@@ -164,9 +164,7 @@ class GpuExports:
             self.segments = tuple(each for each in self.segments if each not in gone)
             self.given_back += len(gone)
             for segment in gone:
-                self.order.finish_uses(segment.uses, writes=True)
-                self.order.cuda.close_shared(segment.pointer)
-                os.close(segment.fd)
+                self._end(segment)
                 self._account(-segment.pointer.nbytes)
 
     def _take_back(self) -> None:
@@ -205,11 +203,21 @@ class GpuExports:
         pointer, fd = cuda.share(self.gpu.physical, size)
         segment = GpuSegment(pointer, fd, nonce, event, name)
         source = HostMemory(address_of(np.frombuffer(nonce, np.uint8)), NONCE_BYTES)
-        with self.order.using(work, writes=[segment.uses], blocks=True):
-            cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
-        with self.order.using(work, reads=[segment.uses]):
-            cuda.record(event, work.stream)
+        try:
+            with self.order.using(work, writes=[segment.uses], blocks=True):
+                cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
+            with self.order.using(work, reads=[segment.uses]):
+                cuda.record(event, work.stream)
+        except BaseException:
+            self._end(segment)
+            raise
         return segment
+
+    def _end(self, segment: GpuSegment) -> None:
+        """Give the memory of a segment back, once it is not used any more."""
+        os.close(segment.fd)
+        self.order.finish_uses(segment.uses, writes=True)
+        self.order.cuda.close_shared(segment.pointer)
 
     def _account(self, size: int) -> bool:
         """Count bytes as those of the device's pool; False: it has a limit, which is reached."""

@@ -659,7 +659,7 @@ def _tell(one: socket.socket, text: str, fd: int) -> None:
 
 def _hear(one: socket.socket) -> tuple[str, int]:
     """Return a text and a descriptor that came; -1: none came with it."""
-    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1)
+    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     for fd in fds[1:]:
         os.close(fd)
     return data.decode("ascii", "replace"), fds[0] if fds else -1

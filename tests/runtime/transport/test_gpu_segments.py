@@ -24,7 +24,7 @@ from cudastandin import Mistake
 from gpukit import Machine, gpus_of_process
 from transports import LONG, WELCOME, endpoint, welcomed
 
-from distrun_runtime.arrays.cuda import CudaError, DriverError
+from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
 from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
@@ -177,6 +177,18 @@ def test_an_error_of_anothers_event_is_that_messages_and_a_failed_gpu_is_told(pa
         assert caught.value.is_sticky == (pair.machine.cuda.failed is not None) == (code == 719)
     pair.machine.cuda.__init__(pair.machine.standin)  # type: ignore[misc]
     pair.machine.standin.dead = None
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
+def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, call: str) -> None:
+    pair.agree()
+    exports, before = pair.server.exports_to([pair.links[pair.server]], pair.gpu), os.listdir("/proc/self/fd")
+    assert exports is not None
+    used = pair.machine.standin.used
+    pair.machine.standin.fail(call, code=1)
+    assert exports.empty((SHARED_UNIT * 8,), np.dtype(np.uint8)) is not None, exports.why_not
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 2, "one is of the stand-in"
+    assert sum(pair.machine.standin.used) == sum(used) + exports.segments[-1].pointer.nbytes
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
