@@ -42,6 +42,7 @@ INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda
 """How to get what a GPU needs."""
 
 OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
+EVENT_NAME_BYTES = 64
 SHARED_UNIT = 2 * 1024 * 1024
 """Memory that is shared between processes comes in multiples of it."""
 STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})

@@ -242,7 +242,11 @@ class CupyDriver:
     def share_event(self, device: int) -> tuple[int, bytes]:
         with self._told(device) as runtime:
             event = runtime.eventCreateWithFlags(_EVENT_FLAGS | _INTERPROCESS)
-            return event, bytes(runtime.ipcGetEventHandle(event))
+            try:
+                return event, bytes(runtime.ipcGetEventHandle(event))
+            except BaseException:
+                runtime.eventDestroy(event)
+                raise
 
     def open_event(self, device: int, name: bytes) -> int:
         with self._told(device) as runtime:

@@ -1,6 +1,7 @@
 """Memory of this process's GPUs that other processes of the host use, and theirs that this one uses.
 
     GpuExports   segments of one GPU that others can map, and arrays in them
+    ReadExports  those of them that some processes read
     GpuMapping   a segment of another process, mapped here
     Arrival      what to wait for before values of another process are used
     GpuSharing   all of a process
@@ -19,9 +20,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -30,13 +31,20 @@ from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemor
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
-from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, readable
+from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, place_of, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
-from distrun_runtime.arrays.shared_memory import FIRST_BYTES, NUMBERS, PAGE, SEGMENT_BYTES, FreeRuns, address_of
+from distrun_runtime.arrays.shared_memory import (
+    FIRST_BYTES,
+    NONCE_BYTES,
+    NUMBERS,
+    PAGE,
+    SEGMENT_BYTES,
+    FreeRuns,
+    address_of,
+)
 from distrun_runtime.errors import KVError
 
-NONCE_BYTES = 16
 ASK_S = 0.0001
 """How often the host asks whether values of another process are there."""
 
@@ -120,11 +128,16 @@ class GpuExports:
         """How many segments were given back."""
         self._grown = grown
         self._lock = threading.Lock()
+        self.descriptors = threading.Lock()
+        """Held while a descriptor of `segments` is sent or closed: its number may be another one's then."""
         self._unused: deque[tuple[GpuSegment, int, int]] = deque()
         """Runs that nothing refers to any more. Whichever thread drops one appends it."""
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> GpuArray | None:
+    def empty(self, shape: Sequence[int], dtype: DType, among: Set[int] | None = None) -> GpuArray | None:
         """Return a new array of undefined content; None: there is no memory for it, see `why_not`.
+
+        Arguments:
+            among: numbers of the segments that it may be in; if these are all, and full, there will be another one.
 
         Raises:
             CudaError: the GPU has failed for good.
@@ -133,17 +146,22 @@ class GpuExports:
         size = -(-max(1, nbytes) // PAGE) * PAGE
         with self._lock:
             self._take_back()
-            places = ((segment, segment.take(size)) for segment in self.segments)
+            segments = [each for each in self.segments if among is None or each.number in among]
+            places = ((segment, segment.take(size)) for segment in segments)
             place = next((each for each in places if each[1] >= 0), None)
-            if place is None:
+            if place is None and len(segments) == len(self.segments):
                 made = self._make(size + PAGE)
-                if made is None:
-                    return None
-                place = made, made.take(size)
+                place = None if made is None or among is not None else (made, made.take(size))
+            if place is None:
+                return None
         segment, begin = place
         run = _ExportedRun(self.gpu, segment, begin, max(1, nbytes))
         weakref.finalize(run.bytes, self._unused.append, (segment, begin, begin + size)).atexit = False
         return self.gpu.within(run, shape, dtype)
+
+    def among(self, numbers: Set[int]) -> ReadExports:
+        """Return what is in some of the segments."""
+        return ReadExports(self, numbers)
 
     @staticmethod
     def bytes_of(array: GpuArray) -> Array:
@@ -161,7 +179,10 @@ class GpuExports:
         with self._lock:
             self._take_back()
             gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
-            self.segments = tuple(each for each in self.segments if each not in gone)
+            with self.descriptors:
+                self.segments = tuple(each for each in self.segments if each not in gone)
+                for segment in gone:
+                    os.close(segment.fd)
             self.given_back += len(gone)
             for segment in gone:
                 self._end(segment)
@@ -209,13 +230,13 @@ class GpuExports:
             with self.order.using(work, reads=[segment.uses]):
                 cuda.record(event, work.stream)
         except BaseException:
+            os.close(fd)
             self._end(segment)
             raise
         return segment
 
     def _end(self, segment: GpuSegment) -> None:
-        """Give the memory of a segment back, once it is not used any more."""
-        os.close(segment.fd)
+        """Give the memory of a segment back, once it is not used any more. Its descriptor is closed."""
         self.order.finish_uses(segment.uses, writes=True)
         self.order.cuda.close_shared(segment.pointer)
 
@@ -227,6 +248,23 @@ class GpuExports:
                 return False
             pool.size += size
         return True
+
+
+@dataclass(frozen=True)
+class ReadExports:
+    """Those segments of a GPU that some other processes are known to read. Threads: any."""
+
+    all: GpuExports
+    numbers: Set[int]
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> GpuArray | None:
+        """Return a new array that they read; None: there is no memory for it so far. Raises as `GpuExports.empty`."""
+        return self.all.empty(shape, dtype, self.numbers)
+
+    def has(self, memory: Array) -> bool:
+        """Whether they read some bytes of an array of ours."""
+        place = place_of(memory)
+        return place is not None and place.segment in self.numbers
 
 
 @dataclass(eq=False)
@@ -317,6 +355,16 @@ def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
 
 
+class Offer(Protocol):
+    """What another process has told of a segment."""
+
+    size: int
+    nonce: bytes
+    event_name: bytes
+    event: Event | None
+    """Behind the nonce; None: not opened yet."""
+
+
 class GpuSharing:
     """What a process shares of its GPUs, and what others share with it.
 
@@ -330,8 +378,8 @@ class GpuSharing:
         """Why there is none, once it was asked for."""
         self._grown = grown
         self._unmapped: deque[Pointer] = deque()
-        self._asked: dict[str, Event] = {}
-        """The events of offers that are not mapped yet."""
+        self._uuids: dict[int, str] = {}
+        """By physical GPU."""
 
     def open(self, gpu: GpuDevice) -> None:
         """Have memory of a GPU for other processes, from now on; of the first one that is asked for."""
@@ -347,32 +395,32 @@ class GpuSharing:
                 self.exports = made
             self.why_not = "" if is_made else made.why_not
 
-    def map(self, told: Mapping[str, Any], gpu: GpuDevice, fd: int) -> GpuMapping | None:
+    def map(self, offer: Offer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
-
-        Arguments:
-            told: its `size`, `nonce` and `event`, the last two in hex.
 
         Raises:
             KVError: that cannot be, and why.
         """
         cuda = devices.gpus().order.cuda
-        if told["event"] not in self._asked:
-            self._asked[told["event"]] = cuda.open_event(gpu.physical, bytes.fromhex(told["event"]))
-        if not cuda.query(self._asked[told["event"]]):
+        offer.event = offer.event or cuda.open_event(gpu.physical, offer.event_name)
+        if not cuda.query(offer.event):
             return None
-        event = self._asked.pop(told["event"])
-        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, int(told["size"])), self._unmapped)
+        mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, offer.size), self._unmapped)
         IN_USE.append(True)
-        nonce = mapping.frames(Arrival("", event, lambda: False, is_over=True))[:NONCE_BYTES]
-        if bytes(readable(nonce.data)) != bytes.fromhex(told["nonce"]):
+        nonce = mapping.frames(Arrival("", offer.event, lambda: False, is_over=True))[: len(offer.nonce)]
+        if bytes(readable(nonce.data)) != offer.nonce:
             raise KVError("its memory has another nonce")
         return mapping
 
     def gpu_of(self, uuid: str) -> GpuDevice | None:
         """Return the device of a UUID; None: this process does not use it so far."""
-        cuda = devices.gpus().order.cuda
-        return next((each for each in devices.opened() if cuda.properties(each.physical).uuid == uuid), None)
+        return next((each for each in devices.opened() if self.uuid_of(each) == uuid), None)
+
+    def uuid_of(self, gpu: GpuDevice) -> str:
+        """Return the UUID of a device; the driver, which takes long, is asked once."""
+        if gpu.physical not in self._uuids:
+            self._uuids[gpu.physical] = devices.gpus().order.cuda.properties(gpu.physical).uuid
+        return self._uuids[gpu.physical]
 
     def collect(self) -> None:
         """Let go of what was read, and unmap what is not needed any more."""

@@ -46,7 +46,7 @@ from distrun_runtime.transport.host_segments import is_shared
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
@@ -119,7 +119,7 @@ class WorkEngine:
         self._wake: Callable[[], None] = lambda: None
         self._is_closed = False
         self.share_gpu: Callable[[GpuDevice], None] = lambda gpu: None
-        self.exports_to: Callable[[Sequence[str], GpuDevice], GpuExports | None] = lambda links, gpu: None
+        self.exports_to: Callable[[Sequence[str], GpuDevice], ReadExports | None] = lambda links, gpu: None
         """Of the transport (`host_paths.BulkTransport`)."""
 
     # The order of work

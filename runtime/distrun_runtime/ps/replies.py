@@ -20,7 +20,7 @@ from distrun_runtime.ps.values import Values
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 SHARED_BYTES = 32 * 1024
 """From so many bytes on, values are read on the GPU. For fewer, to order the two processes costs more than the copies.
@@ -145,7 +145,7 @@ def _encoded(values: Values, shard: int, codec: codecs.Codec, what: role.Lend) -
     return known[name]
 
 
-def reply_of(what: role.Deliver, lent: Sequence[ReplyValues], exports: GpuExports | None = None) -> Message:
+def reply_of(what: role.Deliver, lent: Sequence[ReplyValues], exports: ReadExports | None = None) -> Message:
     """Return the answer to a pull from all that was lent to it.
 
     Arguments:
@@ -182,12 +182,12 @@ def reply_of(what: role.Deliver, lent: Sequence[ReplyValues], exports: GpuExport
     )
 
 
-def frames_of(lent: ReplyValues, exports: GpuExports | None = None) -> list[Buffer]:
+def frames_of(lent: ReplyValues, exports: ReadExports | None = None) -> list[Buffer]:
     """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow; `exports` as
     of `reply_of`."""
     values = lent.values
     if not values.is_on_host:
-        is_there = exports is not None and exports.gpu is values.device and lent.copied_bytes >= SHARED_BYTES
+        is_there = exports is not None and exports.all.gpu is values.device and lent.copied_bytes >= SHARED_BYTES
         return [memory.data for _, memory in _copied(lent, exports if is_there else None)]
     found = list(map(values.device.frame, _arrays(values, lent.shards, lent.sides)))
     size = size_of(found)
@@ -228,7 +228,7 @@ def _frames(lent: ReplyValues) -> list[Buffer]:
     return frames
 
 
-def _copied(lent: ReplyValues, exports: GpuExports | None = None) -> list[tuple[Array, Array]]:
+def _copied(lent: ReplyValues, exports: ReadExports | None = None) -> list[tuple[Array, Array]]:
     """Return what is lent of a GPU, in memory that processes of this host read where it is: the host's or, of one
     dtype, of `exports`.
 
@@ -242,6 +242,9 @@ def _copied(lent: ReplyValues, exports: GpuExports | None = None) -> list[tuple[
     sizes = values.store.length[shards] * DTYPE_SIZES[values.store.dtype[shards]]
     copies = values.copies if exports is None else values.shared_copies
     numbers, places, memory = copies.find(shards, sides)
+    for number, found in memory.items():
+        if exports is not None and not exports.has(found):
+            numbers[numbers == number] = 0  # It is of a segment that other workers read, but not this one.
     if len(_breaks(numbers, places, sizes)) > _JOINED_FRAMES:
         numbers[:] = 0
     new = np.flatnonzero(numbers == 0)
@@ -256,7 +259,7 @@ def _copied(lent: ReplyValues, exports: GpuExports | None = None) -> list[tuple[
             if bucket is None:
                 return _copied(lent)
             device.gather([[each] for each in arrays], bucket)
-            made = exports.bytes_of(bucket)
+            made = exports.all.bytes_of(bucket)
         number = copies.add(shards[new], sides[new], places[new], made)
         numbers[new] = number
         memory[number] = made

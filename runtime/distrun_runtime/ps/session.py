@@ -48,7 +48,7 @@ from distrun_runtime.transport.host_segments import SharedLease
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
@@ -200,7 +200,7 @@ class NodeSession:
         """Return memory that the other side of a link reads where it is; None: it does not."""
         return self._memory.staging if self._transport.shares(link) else None
 
-    def exports(self, gpu: GpuDevice) -> GpuExports | None:
+    def exports(self, gpu: GpuDevice) -> ReadExports | None:
         """Return memory of a GPU that all servers which keep values read where it is; None: not all do."""
         return None if self._paths is None else self._paths.exports_to(self.value_servers, gpu)
 

@@ -34,7 +34,7 @@ from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 
 Memory = Callable[["tuple[int, ...]", DType], Array]
@@ -73,7 +73,7 @@ class Reducer:
         """The device in host memory on which sums are made."""
         self._memory = memory
         self._is_shared = is_shared
-        self.exports: Callable[[GpuDevice], GpuExports | None] = lambda gpu: None
+        self.exports: Callable[[GpuDevice], ReadExports | None] = lambda gpu: None
         """Returns memory of a GPU that all servers read where it is; None: not all do."""
         self.prepares: list[Callable[[GpuDevice, DType], None]] = []
         """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import FramePlace
-from distrun_runtime.arrays.shared_memory import address_of
+from distrun_runtime.arrays.shared_memory import NONCE_BYTES, address_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import NotShared
@@ -47,6 +47,36 @@ class Reference(NamedTuple):
 
 
 @dataclass(eq=False)
+class GpuOffer:
+    """A segment that a peer has offered."""
+
+    number: int
+    size: int
+    uuid: str
+    """Of its GPU."""
+    nonce: bytes
+    event_name: bytes
+    event: Event | None = None
+    """Behind the nonce; None: not opened yet."""
+
+    @classmethod
+    def told(cls, told: Mapping[str, Any]) -> GpuOffer:
+        """Return what a GPU_OFFER says.
+
+        Raises:
+            NotShared: that is no offer; the peer is at fault. Or a KeyError, TypeError or ValueError.
+        """
+        from distrun_runtime.arrays.cuda import EVENT_NAME_BYTES, SHARED_UNIT
+
+        nonce, event = bytes.fromhex(told["nonce"]), bytes.fromhex(told["event"])
+        number, size = told["number"], told["size"]
+        are_numbers = type(number) is int and type(size) is int and number >= 0 < size < 1 << 63
+        if not are_numbers or size % SHARED_UNIT or (len(nonce), len(event)) != (NONCE_BYTES, EVENT_NAME_BYTES):
+            raise NotShared(f"what it offers of a GPU is no segment: {dict(told)!r:.400}")
+        return cls(number, size, str(told["uuid"]), nonce, event)
+
+
+@dataclass(eq=False)
 class GpuPeer:
     """What is shared of GPUs with one peer."""
 
@@ -54,13 +84,13 @@ class GpuPeer:
     """Our segments that it was offered."""
     taken: set[int] = field(default_factory=set)
     """Those that it reads."""
-    has_taken: bool = False
-    """Whether it has read one."""
     events: dict[int, Event] = field(default_factory=dict)
     """Ours, by slot; it has their names."""
     fds: dict[int, int] = field(default_factory=dict)
     """Descriptors of its segments that were not mapped yet, by number."""
-    offered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    """Numbers of the segments that it has offered, until it gives them back; whether they are read here or not."""
+    offered: dict[int, GpuOffer] = field(default_factory=dict)
     """Its offers that are not taken yet."""
     mapped: dict[int, GpuMapping] = field(default_factory=dict)
     """Its segments, by number."""
@@ -72,7 +102,7 @@ class GpuPeer:
     def takes(self, text: str, fd: int) -> bool:
         """Take in what came on the socket, if it is of a GPU; tell whether it was."""
         word, _, rest = text.partition(" ")
-        if word == MEMORY and fd >= 0 and rest.isdigit():
+        if word == MEMORY and fd >= 0 and rest.isdigit() and int(rest) not in {*self.fds, *self.known}:
             self.fds[int(rest)] = fd
         elif word == EVENT and fd < 0:
             slot, _, name = rest.partition(" ")
@@ -83,20 +113,21 @@ class GpuPeer:
 
     def forget(self, number: int) -> bool:
         """Forget a segment that it has given back, if it is one of a GPU; tell whether it is."""
-        if number in self.fds:
-            os.close(self.fds.pop(number))
-        is_known = number in self.offered or number in self.mapped
+        if number not in self.known:
+            return False
+        self.known.remove(number)
         self.offered.pop(number, None)
         self.mapped.pop(number, None)
-        return is_known
+        if number in self.fds:
+            os.close(self.fds.pop(number))
+        return True
 
     def close(self) -> None:
         """Map nothing any more. What refers to mapped memory keeps it."""
         for fd in self.fds.values():
             os.close(fd)
-        for known in (self.fds, self.offered, self.mapped, self.opened):
+        for known in (self.taken, self.fds, self.known, self.offered, self.mapped, self.opened):
             known.clear()
-        self.has_taken = False
 
 
 class GpuSegments:
@@ -141,15 +172,18 @@ class GpuSegments:
         exports = self.exports
         if exports is None:
             return
-        uuid = exports.order.cuda.properties(exports.gpu.physical).uuid
         for segment in exports.segments:
             if segment.number in peer.told:
                 continue
-            try:
-                socket.send_fds(one, [f"{MEMORY} {segment.number}".encode()], [segment.fd], socket.MSG_NOSIGNAL)
-            except OSError:
-                return  # The socket is full, or its other end is closed.
-            peer.told.add(segment.number)
+            with exports.descriptors:
+                if segment not in exports.segments:
+                    continue  # It was given back meanwhile.
+                try:
+                    socket.send_fds(one, [f"{MEMORY} {segment.number}".encode()], [segment.fd], socket.MSG_NOSIGNAL)
+                except OSError:
+                    return  # The socket is full, or its other end is closed.
+                peer.told.add(segment.number)
+            uuid = self._opened().uuid_of(exports.gpu)
             names = {"nonce": segment.nonce.hex(), "event": segment.event_name.hex()}
             yield {"number": segment.number, "size": segment.pointer.nbytes, "uuid": uuid, **names}
 
@@ -157,7 +191,6 @@ class GpuSegments:
         """A peer has answered an offer; return why it does not read that segment; empty: it does."""
         if not told["reason"]:
             peer.taken.add(int(told["number"]))
-            peer.has_taken = True
         return str(told["reason"])
 
     def refer(self, peer: GpuPeer, frame: Buffer, place: FramePlace) -> Reference | None:
@@ -193,15 +226,15 @@ class GpuSegments:
         """
         from distrun_runtime.arrays import device as devices
 
-        for number, told in list(peer.offered.items()):
-            reason, uuid = "", str(told["uuid"])
-            gpu = self._opened().gpu_of(uuid) if devices.opened() else None
+        for number, offer in list(peer.offered.items()):
+            reason = ""
+            gpu = self._opened().gpu_of(offer.uuid) if devices.opened() else None
             if gpu is None:
                 if not again:
-                    yield {"number": number, "reason": f"this process does not use the GPU of UUID {uuid} so far"}
+                    yield {"number": number, "reason": f"this process does not use the GPU of UUID {offer.uuid} so far"}
                 continue
             try:
-                mapping = self._opened().map(told, gpu, peer.fds[number])
+                mapping = self._opened().map(offer, gpu, peer.fds[number])
                 if mapping is None:
                     continue
                 peer.mapped[number] = mapping

@@ -45,6 +45,7 @@ from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of, readable
 from distrun_runtime.arrays.shared_memory import (
     BLOCKS,
+    NONCE_BYTES,
     PAGE,
     Pool,
     Segment,
@@ -55,17 +56,18 @@ from distrun_runtime.arrays.shared_memory import (
 )
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.transport.base import NotShared
-from distrun_runtime.transport.gpu_segments import GpuPeer, GpuSegments, Reference
+from distrun_runtime.transport.gpu_segments import GpuOffer, GpuPeer, GpuSegments, Reference
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.gpu_sharing import GpuExports
+    from distrun_runtime.arrays.gpu_sharing import ReadExports
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
-NONCE_BYTES = 16
 BOARD_BYTES = 4 * PAGE
 """A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
+HOST_FRAMES = 2
+"""Head and body of a message: the host reads them."""
 _HEADER_BYTES = 64
 _TEXT_BYTES = 256
 _BACKLOG = 128
@@ -471,6 +473,8 @@ class Segments:
             raise NotShared("no memory is shared with it")
         owners: dict[int, Array] = {}
         for frame, number, offset, length in table:
+            if frame < HOST_FRAMES and number in peer.gpu.mapped:
+                raise NotShared(f"frame {frame} of its message is on a GPU, where only payloads can be")
             owner = owners.get(number)
             if owner is None and number in peer.gpu.mapped:
                 while slot not in peer.gpu.names:
@@ -570,11 +574,12 @@ class Segments:
                 yield link, told
 
     def take_gpu(self, link: str, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take an offer; yield what the peer is answered."""
-        peer = self.peers[link]
-        while int(told["number"]) not in peer.gpu.fds:
+        """Take an offer; yield what the peer is answered. Raises as `GpuOffer.told`."""
+        peer, offer = self.peers[link], GpuOffer.told(told)
+        while offer.number not in peer.gpu.fds:
             self._receive(peer)
-        peer.gpu.offered[int(told["number"])] = told
+        peer.gpu.known.add(offer.number)
+        peer.gpu.offered[offer.number] = offer
         yield from self.gpu.answers(peer.gpu)
 
     def retry_gpus(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -588,13 +593,15 @@ class Segments:
         """A peer has answered an offer; return why it does not read that segment; empty: it does."""
         return self.gpu.answered(self.peers[link].gpu, told)
 
-    def exports_to(self, links: Iterable[str], gpu: GpuDevice) -> GpuExports | None:
-        """Return memory of a GPU that the other sides of links read where it is; None: not all do. Threads: any."""
+    def exports_to(self, links: Iterable[str], gpu: GpuDevice) -> ReadExports | None:
+        """Return memory of a GPU that the other sides of links read where it is; None: of none. Threads: any."""
         exports = self.gpu.exports
         if exports is None or exports.gpu is not gpu:
             return None
-        peers = [self.peers.get(link) for link in links]
-        return exports if all(peer is not None and peer.gpu.has_taken for peer in peers) else None
+        peers = map(self.peers.get, links)
+        taken = [frozenset[int]() if peer is None else frozenset(peer.gpu.taken) for peer in peers]
+        numbers = frozenset[int].intersection(*taken) if taken else frozenset[int]()
+        return exports.among(numbers) if numbers else None
 
     # The end
 

@@ -10,7 +10,7 @@ import fakecupy
 import pytest
 
 from distrun_runtime.arrays import cuda_virtual
-from distrun_runtime.arrays.cuda import SHARED_UNIT, Cuda, DriverError, Pointer
+from distrun_runtime.arrays.cuda import SHARED_UNIT, Cuda, CudaError, DriverError, Pointer
 from distrun_runtime.arrays.cuda_virtual import VirtualMemory
 from distrun_runtime.arrays.cupy_driver import CupyDriver
 
@@ -110,6 +110,15 @@ def test_an_old_or_missing_library_is_told() -> None:
 
 def test_structures_have_cudas_sizes() -> None:
     assert (ctypes.sizeof(cuda_virtual._Wanted), ctypes.sizeof(cuda_virtual._Rights)) == (32, 12)
+
+
+def test_an_event_that_gets_no_name_is_destroyed(library: Library) -> None:
+    cupy = fakecupy.FakeCupy(1)
+    cupy.answers.update({"eventCreateWithFlags": 9})
+    cupy.statuses["ipcGetEventHandle"] = 2
+    with pytest.raises(CudaError, match="share_event"):
+        Cuda(CupyDriver(cupy)).share_event(0)
+    assert ("eventDestroy", (9,), 0) in cupy.calls
 
 
 def test_cupy_shares_events_by_name_and_memory_by_descriptors(library: Library) -> None:

@@ -26,16 +26,21 @@ from transports import LONG, WELCOME, endpoint, welcomed
 
 from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
-from distrun_runtime.arrays.gpu_sharing import Arrival, frames_of
+from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, ReadExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
-from distrun_runtime.transport.base import Arrived, Down, PathChosen
-from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
+from distrun_runtime.transport.gpu_segments import GpuPeer
+from distrun_runtime.transport.host_paths import BulkKind, BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease, _Peer
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
 SIZE = 20_000
+MORE = 17 * 1024 * 1024
+"""Bytes for which a second segment is made."""
+HEAD = (b"", b"")
+"""What the host reads of a message."""
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
@@ -51,10 +56,12 @@ class Pair:
         self.chosen: list[PathChosen] = []
         self.arrived: list[Arrived] = []
 
-    def poll(self) -> None:
-        for event in [*self.server.poll(0.01), *self.worker.poll(0.01)]:
+    def poll(self) -> list[Event]:
+        events = [*self.server.poll(0.01), *self.worker.poll(0.01)]
+        for event in events:
             self.chosen += [event] if isinstance(event, PathChosen) else []
             self.arrived += [event] if isinstance(event, Arrived) else []
+        return events
 
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + 20
@@ -76,11 +83,21 @@ class Pair:
         assert array is not None
         self.gpu.clear(array)
         self.gpu.sum([array, self.gpu.put(np.full(SIZE, value, np.float32))], array)
-        return sender.send(self.links[sender], [b"", *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
+        return sender.send(self.links[sender], [*HEAD, *frames_of([array[: SIZE // 2], array[SIZE // 2 :]])])
+
+    def exports(self) -> ReadExports:
+        """Return the server's memory that the worker reads."""
+        found = self.server.exports_to([self.links[self.server]], self.gpu)
+        assert found is not None
+        return found
+
+    def down(self) -> list[str]:
+        """Return the reasons of connections that end in the next moments."""
+        return [each.reason for _ in range(20) for each in self.poll() if isinstance(each, Down)]
 
     def receive(self) -> Any:
         self.until(lambda: self.arrived)
-        return self.arrived.pop(0).frames[1]
+        return self.arrived.pop(0).frames[2]
 
     def close(self) -> None:
         self.arrived.clear()
@@ -180,15 +197,15 @@ def test_an_error_of_anothers_event_is_that_messages_and_a_failed_gpu_is_told(pa
 
 
 @pytest.mark.parametrize("call", ["copy", "record"])
-def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, call: str) -> None:
-    pair.agree()
-    exports, before = pair.server.exports_to([pair.links[pair.server]], pair.gpu), os.listdir("/proc/self/fd")
-    assert exports is not None
-    used = pair.machine.standin.used
+def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    made, share, used = list[tuple[int, int]](), pair.machine.standin.share, pair.machine.standin.used
+    monkeypatch.setattr(pair.machine.standin, "share", lambda *told: made.append(share(*told)) or made[-1])
     pair.machine.standin.fail(call, code=1)
-    assert exports.empty((SHARED_UNIT * 8,), np.dtype(np.uint8)) is not None, exports.why_not
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 2, "one is of the stand-in"
-    assert sum(pair.machine.standin.used) == sum(used) + exports.segments[-1].pointer.nbytes
+    with pytest.raises(CudaError):
+        GpuExports(pair.gpu, pair.machine.gpus.order, lambda: None)._made(SHARED_UNIT)
+    assert pair.machine.standin.used == used
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0][1])
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
@@ -238,12 +255,20 @@ def test_rounds_in_any_order_have_the_values_that_were_sent(pair: Pair) -> None:
             value, found = held.pop(chance.randrange(len(held)))
             assert set(pair.gpu.host(found).tolist()) == {value}
             del found
-    exports = pair.server.exports_to([pair.links[pair.server]], pair.gpu)
-    assert exports is not None
     held.clear()
     pair.until(lambda: not pair.server._in_use and not pair.worker._in_use)
-    exports.trim()
-    assert len(exports.segments) == 1
+    pair.exports().all.trim()
+    assert len(pair.exports().all.segments) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_head_or_body_on_a_gpu_ends_the_connection(pair: Pair, number: int) -> None:
+    pair.agree()
+    array = pair.exports().empty((SIZE,), np.dtype(np.float32))
+    assert array is not None
+    pair.server.send(pair.links[pair.server], [*HEAD[:number], *frames_of([array])])
+    assert f"frame {number} of its message is on a GPU" in str(pair.down())
+    assert not pair.arrived
 
 
 def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +305,71 @@ def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
     assert pair.server.exports_to([pair.links[pair.server]], pair.gpu) is None
 
 
+def test_a_segment_that_was_refused_is_given_back_as_any_other(pair: Pair) -> None:
+    pair.agree()
+    pair.machine.standin.fail("open_shared", code=2)
+    pair.exports().empty((MORE,), np.dtype(np.uint8))
+    pair.until(lambda: len(pair.chosen) == 5)
+    assert "open_shared" in pair.chosen[4].reason
+    assert pair.exports().empty((MORE,), np.dtype(np.uint8)) is None
+    assert len(pair.exports().all.segments) == 2
+    pair.exports().all.trim()
+    assert len(pair.exports().all.segments) == 1
+    assert not pair.down()
+
+
+@pytest.mark.parametrize("told", [{"size": -2 << 20}, {"size": 3}, {"size": "2097152"}, {"nonce": "00"}, {"event": ""}])
+def test_an_offer_that_makes_no_sense_ends_its_connection_when_it_comes(pair: Pair, told: dict[str, Any]) -> None:
+    pair.until(lambda: len(pair.chosen) == 2)
+    right = {"number": 7, "size": 2 << 20, "uuid": "of another GPU", "nonce": "00" * 16, "event": "00" * 64}
+    pair.worker._say("server-0", BulkKind.GPU_OFFER, {"gpu": {**right, **told}})
+    assert "no segment" in str(pair.down())
+
+
+def test_a_descriptor_that_comes_twice_is_closed(pair: Pair) -> None:
+    pair.agree()
+    ours, known = pair.worker._segments.peers["server-0"].socket, len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        socket.send_fds(ours, [b"gpu 99"], [ours.fileno()])
+    pair.send(pair.worker, 3.0)
+    assert "a segment cannot be mapped" in str(pair.down())
+    assert len(os.listdir("/proc/self/fd")) <= known
+
+
+def test_an_array_is_only_made_where_the_other_side_is_known_to_read_it(pair: Pair) -> None:
+    pair.agree()
+    assert pair.exports().empty((MORE,), np.dtype(np.uint8)) is None
+    pair.until(lambda: len(pair.chosen) == 5)
+    found = pair.exports().empty((MORE,), np.dtype(np.uint8))
+    assert found is not None
+    assert pair.exports().has(pair.exports().all.bytes_of(found))
+
+
+def test_the_driver_is_asked_for_a_uuid_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.agree()
+    calls, known = list[int](), pair.machine.cuda.properties
+    monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: calls.append(gpu) or known(gpu))
+    for _ in range(10):
+        pair.server.wake()
+        pair.poll()
+    assert not calls
+
+
+def test_no_descriptor_is_sent_of_a_segment_that_was_given_back_meanwhile(pair: Pair) -> None:
+    pair.agree()
+    exports, (one, other) = pair.server._segments.gpu.exports, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert exports is not None
+    exports.empty((MORE,), np.dtype(np.uint8))
+    fd, offers = exports.segments[1].fd, pair.server._segments.gpu.offers(GpuPeer(), one)
+    assert next(offers)["number"] == exports.segments[0].number
+    exports.trim()
+    os.dup2(other.fileno(), fd)  # Its number is another descriptor's now.
+    assert not list(offers)
+    os.close(fd)
+    one.close()
+    other.close()
+
+
 PROGRAM = textwrap.dedent(
     """
     import sys
@@ -303,13 +393,13 @@ PROGRAM = textwrap.dedent(
                 is_told = True
                 one.proven("server-0")
             elif isinstance(event, Arrived):
-                assert set(np.frombuffer(readable(event.frames[1]), np.float32)) == {float(bytes(event.frames[0]))}
+                assert set(np.frombuffer(readable(event.frames[2]), np.float32)) == {float(bytes(event.frames[0]))}
         event = None
         exports = one.exports_to(["server-0"], gpu)
         array = None if exports is None else exports.empty((20000,), np.dtype(np.float32))
         if array is not None:
             gpu.write(array, np.full(20000, 5, np.float32))
-            one.send("server-0", [b"5", *frames_of([array])])
+            one.send("server-0", [b"5", b"", *frames_of([array])])
         array = None
     """
 )
@@ -336,7 +426,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(mom
                         server.proven(link)
                     elif isinstance(event, Arrived):
                         with contextlib.suppress(KVError):  # It has ended before its values were there.
-                            found = array_of(event.frames[1], np.dtype(np.float32))
+                            found = array_of(event.frames[2], np.dtype(np.float32))
                             gpu.sum([total, found], total)
                             number += 1
                     event = found = None
@@ -345,7 +435,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(mom
                 if array is not None and not is_down:
                     gpu.sum([gpu.put(np.full(SIZE, number, np.float32))], array)
                     with contextlib.suppress(ConnectionError):
-                        server.send(link, [str(number).encode(), *frames_of([array])])
+                        server.send(link, [str(number).encode(), b"", *frames_of([array])])
             assert other.wait() == -signal.SIGKILL
         assert set(gpu.host(total).tolist()) == {5.0 * number}
         while server._in_use and time.monotonic() < deadline:
