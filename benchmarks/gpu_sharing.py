@@ -3,8 +3,9 @@
     python benchmarks/gpu_sharing.py
 
 Another process makes memory, fills it, and passes it on in both of CUDA's ways: by a descriptor (`cuMemCreate`), which
-distrun uses, and by `cudaIpcGetMemHandle`; with an interprocess event. This one reads both, kills the other, and
-reads the first one again. Exit code 0: memory by a descriptor can be used, and outlives its maker; 1: not; 2: no GPU.
+distrun uses, and by `cudaIpcGetMemHandle`; with an interprocess event, which it records again and again. This one reads
+both, kills the other while it has work before the event, asks for the event all the same, and reads the first memory
+again. Exit code 0: memory by a descriptor can be used, and outlives its maker; 1: not; 2: no GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distrun_runtime.arrays.cuda import SHARED_UNIT, Cuda, Event, HostMemory, Po
 from distrun_runtime.errors import KVError
 
 NBYTES, BYTE, WAIT_S = 4096, 7, 20.0
+RECORDS, ASKS, FILLS = 1000, 1000, 2000
 
 
 def share(one: socket.socket) -> None:
@@ -39,6 +41,14 @@ def share(one: socket.socket) -> None:
     except Exception as err:  # this way may not be there
         handle = b"no " + repr(err).encode()
     socket.send_fds(one, [name.ljust(64, b"\0") + handle], [fd])
+    one.recv(1)
+    for _ in range(RECORDS):
+        cuda.record(event, stream)
+    work = cuda.alloc(0, 512 * SHARED_UNIT)
+    for _ in range(FILLS):  # far more than is done before the kill
+        cuda.fill(work, BYTE, work.nbytes, stream)
+    cuda.record(event, stream)
+    one.send(b"busy")
     time.sleep(10 * WAIT_S)
 
 
@@ -57,6 +67,17 @@ def has_completed(cuda: Cuda, event: Event) -> bool:
     while not (is_over := cuda.query(event)) and time.monotonic() < deadline:
         time.sleep(0.001)
     return is_over
+
+
+def said_of(cuda: Cuda, event: Event) -> str:
+    """Return what is said of an event of the other process when it is asked often."""
+    said: set[str] = set()
+    for _ in range(ASKS):
+        try:
+            said.add("has completed" if cuda.query(event) else "has not completed")
+        except KVError as err:
+            said.add(str(err))
+    return ", ".join(sorted(said))
 
 
 def by_handle(cuda: Cuda, handle: bytes, stream: Stream) -> str:
@@ -96,8 +117,12 @@ def main() -> int:
             works = has_completed(cuda, event) and read(cuda, memory, stream)
             print("by a descriptor: %s; opened in %.1f ms" % ("works" if works else "other values", opened_ms))
             print("by cudaIpcGetMemHandle: %s" % by_handle(cuda, data[64:], stream))
+            ours.send(b"1")
+            ours.recv(4)
+            print("its event while it has work: %s" % said_of(cuda, event))
         finally:
             other.send_signal(signal.SIGKILL)
+    print("its event after the kill: %s" % said_of(cuda, event))
     works &= read(cuda, memory, stream)
     print("after kill -9 of the other process: %s" % ("its memory and this GPU are there" if works else "not usable"))
     return 0 if works else 1

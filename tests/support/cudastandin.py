@@ -76,6 +76,7 @@ NAMES = {
     711: ("cudaErrorTooManyPeers", "peer mapping resources exhausted"),
     712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
+    999: ("cudaErrorUnknown", "unknown error"),
 }
 NAN = 0xFF
 """Bytes of this value are NaN in every float type."""
@@ -207,7 +208,7 @@ def call(method: T) -> T:
                 raise self.dead
             code = self.faults.pop((name, self.calls[name]), None)
             if code is not None:
-                if code in STICKY:
+                if code in STICKY - {999}:  # which can be of what another process has given
                     self.dead = error(code)
                 raise error(code)
             self._name = name
@@ -467,7 +468,10 @@ class StandIn:
 
     @call
     def end_event(self, device: int, handle: int) -> None:
-        assert self._events.pop(handle).device == device
+        state = self._events.pop(handle)
+        assert state.device == device
+        if state.shared is not None and state.shared.is_ours:
+            state.shared.end()
 
     @call
     def copy(self, into: Place, source: Place, nbytes: int, stream: Stream) -> None:
@@ -488,6 +492,8 @@ class StandIn:
     def copy_peer(self, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
         if stream.device not in (into.device, source.device):
             raise self.mistake("copy_peer on gpu:%d between %s and %s" % (stream.device, into, source))
+        if any(self._found(each, nbytes)[0].shared is not None for each in (into, source)):
+            raise self.mistake("copy_peer of shared memory, which is mapped for its own device only")
         self._copy_across("copy_peer", into, source, nbytes, stream)
 
     @call

@@ -92,9 +92,17 @@ class SharedEvent:
         return done
 
     def ask(self) -> bool:
-        """Tell whether it has completed; one that was never recorded has."""
+        """Tell whether it has completed; one that was never recorded has.
+
+        What one says whose maker has given it back, or ended, is not defined: here, that it has.
+        """
         self._row[2] += 1
-        return bool(self._row[1] >= self._row[0])
+        is_defined = os.path.exists("/proc/%d/fd/0" % _NAME.unpack_from(self.name)[0])
+        return bool(self._row[1] >= self._row[0] or not is_defined)
+
+    def end(self) -> None:
+        """Its maker gives it back."""
+        self._row[1] = self._row[0]
 
     def is_wanted(self, asks: int) -> bool:
         """Whether another process has asked for it so often since it was last wanted."""

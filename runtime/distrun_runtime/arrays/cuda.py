@@ -166,6 +166,8 @@ class Event:
 
     device: int
     handle: int
+    is_of_other: bool = False
+    """Another process has made it."""
 
 
 @dataclass(eq=False)
@@ -200,13 +202,23 @@ class CudaError(KVError):
 
     is_of_device = True
 
-    def __init__(self, call: str, device: int | None, code: int, name: str, text: str, more: str = "") -> None:
+    def __init__(
+        self,
+        call: str,
+        device: int | None,
+        code: int,
+        name: str,
+        text: str,
+        more: str = "",
+        *,
+        is_of_other: bool = False,
+    ) -> None:
         self.call = call
         self.device = device
         self.code = code
         self.name = name
         self.text = text
-        self.is_sticky = code in STICKY
+        self.is_sticky = code in STICKY and not is_of_other
         """The process cannot use the device any more."""
         where = "" if device is None else f" on gpu:{device}"
         after = (
@@ -402,7 +414,7 @@ class Cuda:
 
     def open_shared(self, device: int, fd: int, nbytes: int) -> Pointer:
         """Map memory that another process shares, by its descriptor, which stays the caller's."""
-        return Pointer(self._made("open_shared", device, self._driver.open_shared, device, fd, nbytes), device, nbytes)
+        return Pointer(self._tried("open_shared", device, self._driver.open_shared, device, fd, nbytes), device, nbytes)
 
     def close_shared(self, pointer: Pointer) -> None:
         """Unmap memory as `share` or `open_shared` returned it. No operation that uses it may be under way."""
@@ -421,7 +433,8 @@ class Cuda:
 
         No stream may wait for it: the other process may be killed, and nothing takes such a wait back.
         """
-        return self._event(device, self._made("open_event", device, self._driver.open_event, device, name))
+        handle = self._tried("open_event", device, self._driver.open_event, device, name)
+        return self._event(device, handle, is_of_other=True)
 
     def register(self, host: HostMemory, *, is_readonly: bool = False) -> None:
         """Page-lock memory of the host: copies from and to it do not hold up the calling thread.
@@ -446,8 +459,8 @@ class Cuda:
         """Return a new event, for streams of this device; it has not been recorded."""
         return self._event(device, self._made("event", device, self._driver.make_event, device))
 
-    def _event(self, device: int, handle: int) -> Event:
-        event = Event(device, handle)
+    def _event(self, device: int, handle: int, *, is_of_other: bool = False) -> Event:
+        event = Event(device, handle, is_of_other)
         weakref.finalize(event, self._dropped, self._driver.end_event, device, handle).atexit = False
         return event
 
@@ -489,7 +502,8 @@ class Cuda:
 
     def query(self, event: Event) -> bool:
         """Tell whether all work before an event is done."""
-        return self._made("query", event.device, self._driver.query, event)
+        made = self._tried if event.is_of_other else self._made
+        return made("query", event.device, self._driver.query, event)
 
     def synchronize(self, event: Event) -> None:
         """Return when all work before an event is done; the thread sleeps meanwhile."""
@@ -520,6 +534,16 @@ class Cuda:
             if error.is_sticky:
                 self.give_up(error)
             raise error from err
+
+    def _tried(self, name: str, device: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a call on what another process has given: only if calls on our own fail, too, the device has failed."""
+        self.check()
+        try:
+            return call(*args, **kwargs)
+        except DriverError as err:
+            if err.code in STICKY:
+                self.query(self.event(device))
+            raise CudaError(name, device, err.code, err.name, err.text, is_of_other=True) from err
 
     def _dropped(self, end: Callable[[int, int], None], device: int, handle: int) -> None:
         # Called by whichever thread drops the last reference, a forked child's too: its copy of the driver's state is

@@ -11,6 +11,7 @@ Source: CUDA Driver API, "Virtual Memory Management".
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -62,7 +63,12 @@ class VirtualMemory:
         except DriverError:
             self._call("cuMemRelease", handle)
             raise
-        return self.map(device, handle, nbytes), fd.value
+        os.set_inheritable(fd.value, False)
+        try:
+            return self.map(device, handle, nbytes), fd.value
+        except DriverError:
+            os.close(fd.value)  # It would keep the memory.
+            raise
 
     def received(self, fd: int) -> ctypes.c_uint64:
         """Return the handle of memory that came as a descriptor."""

@@ -531,6 +531,9 @@ class GpuDevice:
 
     def _bring_from_gpu(self, source: GpuArray, into: GpuArray) -> None:
         other = source.device.physical
+        if other != self.physical and (source.memory.is_shared or into.memory.is_shared):
+            self.write_all([(into, source.device.host(source))])
+            return
         queue = self.work if source.device is self else self._inward
         if other not in self._peers:
             self._enable_peer(other)

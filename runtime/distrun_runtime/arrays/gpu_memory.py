@@ -41,6 +41,9 @@ class _Block:
 class Memory:
     """A block of a GPU's memory, for who refers to it."""
 
+    is_shared = False
+    """It is mapped for its own GPU only: no other one can be given access to it."""
+
     def __init__(self, pool: GpuPool, block: _Block) -> None:
         self.pointer = block.pointer
         self.uses = block.uses

@@ -83,12 +83,14 @@ class _ExportedPlace:
 class _ExportedRun(Memory):
     """Memory of an array of ours; `bytes` is for its frames, and keeps it in use."""
 
+    is_shared = True
+
     def __init__(self, gpu: GpuDevice, segment: GpuSegment, begin: int, nbytes: int) -> None:
         self.pointer = segment.pointer.at(begin, nbytes)
         self.uses = segment.uses
         # The place has another one of the same memory, which keeps nothing.
         bare = Memory.__new__(Memory)
-        bare.pointer, bare.uses = self.pointer, self.uses
+        bare.pointer, bare.uses, bare.is_shared = self.pointer, self.uses, True
         self.bytes = frames_at(_ExportedPlace(gpu, segment.number, begin, self.pointer.address, bare), nbytes)
 
 
@@ -183,8 +185,7 @@ class GpuExports:
                     os.close(segment.fd)
             self.given_back += len(gone)
             for segment in gone:
-                self.order.finish_uses(segment.uses, writes=True)
-                self.order.cuda.close_shared(segment.pointer)
+                self._end(segment)
                 self._account(-segment.pointer.nbytes)
 
     def _take_back(self) -> None:
@@ -223,11 +224,21 @@ class GpuExports:
         pointer, fd = cuda.share(self.gpu.physical, size)
         segment = GpuSegment(pointer, fd, nonce, event, name)
         source = HostMemory(address_of(np.frombuffer(nonce, np.uint8)), NONCE_BYTES)
-        with self.order.using(work, writes=[segment.uses], blocks=True):
-            cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
-        with self.order.using(work, reads=[segment.uses]):
-            cuda.record(event, work.stream)
+        try:
+            with self.order.using(work, writes=[segment.uses], blocks=True):
+                cuda.copy(pointer.at(0, NONCE_BYTES), source, NONCE_BYTES, work.stream)
+            with self.order.using(work, reads=[segment.uses]):
+                cuda.record(event, work.stream)
+        except BaseException:
+            os.close(fd)
+            self._end(segment)
+            raise
         return segment
+
+    def _end(self, segment: GpuSegment) -> None:
+        """Give the memory of a segment back, once it is not used any more. Its descriptor is closed."""
+        self.order.finish_uses(segment.uses, writes=True)
+        self.order.cuda.close_shared(segment.pointer)
 
     def _account(self, size: int) -> bool:
         """Count bytes as those of the device's pool; False: it has a limit, which is reached."""
@@ -263,20 +274,23 @@ class Arrival:
     who: str
     event: Event
     is_gone: Callable[[], bool]
-    """Whether that process has ended."""
+    """Whether that process has ended, or begun to end."""
     is_over: bool = False
 
     def wait(self, order: StreamOrdering) -> None:
         """Return when the values are there. The host waits: a stream that waits for a killed process never ends.
 
         Raises:
-            KVError: the other process has ended before that, or they did not come in time.
+            KVError: the other process has ended before that was known, or they did not come in time.
         """
         until = time.monotonic() + order.wait_s
         while not self.is_over:
-            self.is_over = order.cuda.query(self.event)
-            if not self.is_over and self.is_gone():
-                raise KVError(f"{self.who} has ended before its values were on the GPU")
+            # What an event says whose maker has ended is not defined: it lives before it is asked, and after.
+            is_gone = self.is_gone()
+            has_completed = not is_gone and order.cuda.query(self.event)
+            if is_gone or self.is_gone():
+                raise KVError(f"{self.who} has ended before its values were known to be on the GPU")
+            self.is_over = has_completed
             if not self.is_over and time.monotonic() >= until:
                 raise KVError(
                     f"{self.who} announced values on the GPU, which are not there after {order.wait_s:g} s; fix: see"
@@ -288,6 +302,8 @@ class Arrival:
 
 class _Imported(Memory):
     """Memory of another process, as long as arrays of ours refer to it; its frame is kept until it was read."""
+
+    is_shared = True
 
     def __init__(self, pointer: Pointer, frame: Buffer, keeper: Keeper) -> None:
         self._dropped = keeper.dropped

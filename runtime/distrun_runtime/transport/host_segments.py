@@ -156,13 +156,13 @@ class _Peer:
     """Its end of the socket is closed, so no process reads our memory any more."""
 
     def has_ended(self) -> bool:
-        """Whether its end of the socket is closed. Threads: any."""
+        """Whether its end of the socket is closed, or its process has begun to end. Threads: any."""
         if self.is_gone:
             return True
         ended = select.poll()
         with contextlib.suppress(OSError, ValueError):  # it was closed by now
             ended.register(self.socket, 0)
-            return bool(ended.poll(0))
+            return bool(ended.poll(0)) or _is_ending(_peer_of(self.socket)[0])
         return True
 
     def is_over(self) -> bool:
@@ -666,7 +666,7 @@ def _tell(one: socket.socket, text: str, fd: int) -> None:
 
 def _hear(one: socket.socket) -> tuple[str, int]:
     """Return a text and a descriptor that came; -1: none came with it."""
-    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1)
+    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     for fd in fds[1:]:
         os.close(fd)
     return data.decode("ascii", "replace"), fds[0] if fds else -1
@@ -684,6 +684,21 @@ def check_user(one: socket.socket) -> None:
     Raises:
         NotShared: another user's.
     """
-    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    user = _peer_of(one)[1]
     if user != os.geteuid():
         raise NotShared(f"the process at the socket belongs to user {user}")
+
+
+def _peer_of(one: socket.socket) -> tuple[int, int]:
+    """Return the ids of the process at the other end of a Unix socket, 0 if it cannot be seen here, and of its user."""
+    pid, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process has begun to end: it gives up its program before its files, of which a GPU is one, and of which
+    a child of it may keep some."""
+    try:
+        return pid > 0 and not os.readlink(f"/proc/{pid}/exe")
+    except OSError as err:
+        return not isinstance(err, PermissionError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 import fakecupy
@@ -13,9 +14,10 @@ from distrun_runtime.arrays.cuda import SHARED_UNIT, Cuda, CudaError, DriverErro
 from distrun_runtime.arrays.cuda_virtual import VirtualMemory
 from distrun_runtime.arrays.cupy_driver import CupyDriver
 
+FD = os.open(os.devnull, os.O_RDONLY)
 OUTPUTS = {
     **{"cuDeviceGetAttribute": 1, "cuMemGetAllocationGranularity": SHARED_UNIT, "cuMemCreate": 11},
-    **{"cuMemExportToShareableHandle": 5, "cuMemImportFromShareableHandle": 12, "cuMemAddressReserve": 0x7000},
+    **{"cuMemExportToShareableHandle": FD, "cuMemImportFromShareableHandle": 12, "cuMemAddressReserve": 0x7000},
 }
 """What calls write to their first argument."""
 
@@ -50,7 +52,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_memory_is_made_exported_and_mapped_and_only_its_mapping_keeps_it(library: Library) -> None:
-    assert VirtualMemory().create(0, SHARED_UNIT) == (0x7000, 5)
+    os.set_inheritable(FD, True)
+    assert VirtualMemory().create(0, SHARED_UNIT) == (0x7000, FD)
+    assert not os.get_inheritable(FD)
     assert library.calls[2:] == [
         *("cuMemCreate", "cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"),
         "cuMemRelease",
@@ -70,8 +74,13 @@ def test_memory_is_made_exported_and_mapped_and_only_its_mapping_keeps_it(librar
 )
 def test_what_was_made_before_a_call_fails_is_undone(library: Library, failing: str, undone: list[str]) -> None:
     library.failing[failing] = 2
+    fd = library.outputs["cuMemExportToShareableHandle"] = os.open(os.devnull, os.O_RDONLY)
     with pytest.raises(DriverError, match="of %s" % failing):
         VirtualMemory().create(0, SHARED_UNIT)
+    if failing == "cuMemExportToShareableHandle":
+        os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
     assert [each for each in library.calls if each in undone] == undone
 
 
@@ -119,6 +128,6 @@ def test_cupy_shares_events_by_name_and_memory_by_descriptors(library: Library) 
     event, name = cuda.share_event(1)
     assert (event.handle, name, cuda.open_event(1, name).handle) == (9, bytes(64), 10)
     assert ("eventCreateWithFlags", (1 | 2 | 4,), 1) in cupy.calls
-    assert cuda.share(0, SHARED_UNIT) == (Pointer(0x7000, 0, SHARED_UNIT), 5)
+    assert cuda.share(0, SHARED_UNIT) == (Pointer(0x7000, 0, SHARED_UNIT), FD)
     assert cuda.open_shared(0, 5, SHARED_UNIT) == Pointer(0x7000, 0, SHARED_UNIT)
     cuda.close_shared(Pointer(0x7000, 0, SHARED_UNIT))

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -23,15 +24,15 @@ from cudastandin import Mistake
 from gpukit import Machine, gpus_of_process
 from transports import LONG, WELCOME, endpoint, welcomed
 
-from distrun_runtime.arrays.cuda import DriverError
+from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, DriverError
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, place_of, readable
-from distrun_runtime.arrays.gpu_sharing import Arrival, ReadExports, frames_of
+from distrun_runtime.arrays.gpu_sharing import Arrival, GpuExports, ReadExports, frames_of
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen
 from distrun_runtime.transport.gpu_segments import GpuPeer
 from distrun_runtime.transport.host_paths import BulkKind, BulkTransport
-from distrun_runtime.transport.host_segments import SharedLease
+from distrun_runtime.transport.host_segments import SharedLease, _Peer
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
@@ -106,7 +107,7 @@ class Pair:
 
 @pytest.fixture(params=[0])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with gpus_of_process(Machine(1, seed=request.param)) as machine:
+    with gpus_of_process(Machine(2, seed=request.param)) as machine:
         one = Pair(machine)
         yield one
         one.close()
@@ -124,6 +125,87 @@ def test_values_on_a_gpu_are_read_where_they_are_when_they_are_there(pair: Pair)
         assert place_of(frame) is not None
         assert set(pair.gpu.host(found).tolist()) == {3.0}
         assert bytes(readable(frame)) == np.full(SIZE, 3.0, np.float32).tobytes()
+
+
+def test_another_gpu_has_the_values_by_way_of_the_host(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    other, found = pair.machine.gpus.get(1), array_of(pair.receive(), np.dtype(np.float32))
+    out, exports = (
+        other.zeros((SIZE // 2,), np.dtype(np.float32)),
+        pair.server.exports_to([pair.links[pair.server]], pair.gpu),
+    )
+    other.sums([([found], out)])
+    assert exports is not None
+    into = exports.empty(out.shape, out.dtype)
+    assert into is not None
+    pair.gpu.write(into, out)
+    assert set(other.host(out).tolist()) == set(pair.gpu.host(into).tolist()) == {3.0}
+
+
+def test_an_event_is_not_believed_when_its_maker_has_ended(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    frame = pair.receive()
+    pair.worker.close()
+    with pytest.raises(KVError, match="has ended before its values were known to be on the GPU"):
+        array_of(frame, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("ends_at", [1, 2])
+def test_who_ends_while_its_event_is_asked_is_not_believed(pair: Pair, ends_at: int) -> None:
+    asked, event = itertools.count(1), pair.machine.cuda.event(0)  # It was never recorded, so it has completed.
+    arrival = Arrival("the process at in:1", event, lambda: next(asked) >= ends_at)
+    with pytest.raises(KVError, match="the process at in:1 has ended"):
+        arrival.wait(pair.machine.gpus.order)
+    Arrival("", event, lambda: False).wait(pair.machine.gpus.order)
+
+
+def test_a_process_has_ended_though_a_child_of_it_keeps_the_socket() -> None:
+    program = (
+        "import os,socket,sys; one=socket.socket(fileno=int(sys.argv[1])); one.connect('\\0'+sys.argv[2]); input();"
+    )
+    program += "os.fork() or sys.stdin.read()"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(b"")
+        listener.listen()
+        argv = [sys.executable, "-c", program, str(client.fileno()), listener.getsockname()[1:].decode()]
+        with subprocess.Popen(argv, pass_fds=[client.fileno()], stdin=subprocess.PIPE, text=True) as other:
+            client.close()
+            one = _Peer(listener.accept()[0], Any, Any)
+            assert not one.has_ended()
+            assert other.stdin is not None
+            other.stdin.write("\n")
+            other.stdin.flush()
+            other.wait()
+            assert not select.select([one.socket], [], [], 0)[0]
+            assert one.has_ended()
+            one.socket.close()
+
+
+def test_an_error_of_anothers_event_is_that_messages_and_a_failed_gpu_is_told(pair: Pair) -> None:
+    pair.agree()
+    for code in (999, 719):
+        pair.send(pair.worker, 3.0)
+        frame = pair.receive()
+        pair.machine.standin.fail("query", code=code)
+        with pytest.raises(CudaError) as caught:
+            array_of(frame, np.dtype(np.float32))
+        assert caught.value.is_sticky == (pair.machine.cuda.failed is not None) == (code == 719)
+    pair.machine.cuda.__init__(pair.machine.standin)  # type: ignore[misc]
+    pair.machine.standin.dead = None
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
+def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    made, share, used = list[tuple[int, int]](), pair.machine.standin.share, pair.machine.standin.used
+    monkeypatch.setattr(pair.machine.standin, "share", lambda *told: made.append(share(*told)) or made[-1])
+    pair.machine.standin.fail(call, code=1)
+    with pytest.raises(CudaError):
+        GpuExports(pair.gpu, pair.machine.gpus.order, lambda: None)._made(SHARED_UNIT)
+    assert pair.machine.standin.used == used
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0][1])
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
@@ -204,6 +286,8 @@ def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeyp
     ("call", "code", "reason"),
     [
         ("open_shared", 801, "open_shared on gpu:0 failed: cudaErrorNotSupported"),
+        ("open_shared", 999, "open_shared on gpu:0 failed: cudaErrorUnknown"),
+        ("open_event", 999, "open_event on gpu:0 failed: cudaErrorUnknown"),
         ("open_event", 400, "open_event on gpu:0 failed: cudaErrorInvalidResourceHandle"),
         ("", 0, "this process does not use the GPU of UUID"),
     ],
@@ -217,6 +301,7 @@ def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
         uuids, known = itertools.count(), pair.machine.cuda.properties
         monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: replace(known(gpu), uuid=str(next(uuids))))
     assert reason in pair.agree("segments", 1)[0]
+    pair.gpu.synchronize()
     assert pair.server.exports_to([pair.links[pair.server]], pair.gpu) is None
 
 
