@@ -46,13 +46,13 @@ import numpy as np
 import report
 import shapes
 from gpu_results import CUT, DONE, FAILED, GOALS, Part, Results, Row
-from round import reports_of, slowest
+from round import OURS, System, Work, measure, reports_of, slowest
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
 from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers
@@ -109,13 +109,15 @@ class Plan:
     """Of jobs with a `dist_device_sync` store; empty: what the launcher chooses."""
     deadline: float = math.inf
     """By time.monotonic(): no run begins after it."""
+    is_small: bool = False
+    """All models are the plan's."""
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the model's tensors."""
         return shapes.named(self.model)
 
 
-SMALL = Plan(2, 2, 4000, 3001, 1000, (2, 4, 8), "5x300", (1 << 10, 1 << 12), 2, 1)
+SMALL = Plan(2, 2, 4000, 3001, 1000, (2, 4, 8), "5x300", (1 << 10, 1 << 12), 2, 1, is_small=True)
 """For a try, and for tools that make everything slow."""
 
 
@@ -684,6 +686,7 @@ class Stepping:
         for each in self._fused.states:
             made = card.random(n, F32, 1) if each.is_weight else card.device.zeros((n,), each.dtype)
             self._arrays[fuse.STATE % each.name] = made
+        self._launch: ListLaunch | None = None
         self.moved = 0
         """Bytes that a step reads and writes."""
         self.step(0)
@@ -691,13 +694,12 @@ class Stepping:
     def step(self, _: int) -> None:
         """Make one step."""
         step = self._fused.step(self._rule.rates(self._updates, optimizers.PLAIN))
-        used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
-        written = [self._arrays[each.name] for each in used if each.access is not Access.READ]
-        read = [self._arrays[each.name] for each in used if each.access is not Access.WRITE]
-        self.moved = sum(each.nbytes for each in (*written, *read))
-        arrays = [(fuse.USES[each.access], self._arrays[each.name]) for each in used]
-        arguments: list[Argument] = [*(use(each.pointer, each.nbytes) for use, each in arrays), *step.scalars]
-        self._device.launch(step.program, step.kernel.name, arguments, self.weight.size, reads=read, writes=written)
+        if self._launch is None:
+            both = [self._arrays[each.name].nbytes * (1 + (each.access is Access.UPDATE)) for each in step.arrays]
+            self.moved = sum(both)
+            columns = [TensorColumn.of(fuse.USES[each.access], [self._arrays[each.name]]) for each in step.arrays]
+            self._launch = ListLaunch(self._device, step.program, step.kernel.name, columns, [self.weight.size])
+        self._launch.run(step.scalars)
 
 
 def stepping_torch(card: Card, beside: Beside, ours: Stepping) -> Contestant:
@@ -962,6 +964,42 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     return slowest([each["times_s"] for each in reports])
 
 
+CORES = (
+    *((None, 2, 2, "list", 25), (None, 2, 8, "list", 25), (None, 2, 2, "empty", 20)),
+    *(("vgg16", 2, 2, "list", 90), ("vgg16", 2, 2, "empty", 90), (None, 4, 4, "list", 35)),
+)
+"""Model (None: the plan's), workers, servers, form of `round.Work`, and the goal in milliseconds, on 16 cores."""
+GLOO_GOAL = 3.0
+"""Of the first of them, beside gloo."""
+
+
+def cores(card: Card, plan: Plan) -> Iterator[Row]:
+    """Rounds of jobs in host memory, which have a goal and are compared with gloo: what many cores give."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    for number, (model, workers, servers, form, goal_ms) in enumerate(CORES):
+        options = argparse.Namespace(hosts="", rounds=plan.job_rounds, workers=workers)
+        name = plan.model if model is None or plan.is_small else model
+        mine = System(OURS, sys.executable, "distrun_round.py", ("-s", str(servers)))
+        gloo = System("gloo", sys.executable, "gloo_round.py", ("-s", "0"), ("plain",))
+        found: dict[str, list[Times]] = {}
+        for _ in range(plan.job_runs):
+            for each in (mine, gloo) if has_torch and form == "list" else (mine,):
+                in_time(plan)
+                seconds = measure(each, Work(name, form), options, min(600, plan.deadline - time.monotonic()))
+                if seconds is None:
+                    in_time(plan)
+                    raise ChildProcessError("%s, %s: the job failed; its output says why" % (each.name, name))
+                found.setdefault(each.name, []).append(Times(seconds))
+        how = ", `kv.empty`" if form == "empty" else ""
+        work = "%s%s: a round of %d workers and %d servers on the CPU" % (name, how, workers, servers)
+        ours = found[OURS]
+        yield row(work, "%d ms" % goal_ms, ours, [Times(goal_ms / 1e3)] * len(ours), goal=1.0)
+        if "gloo" in found:
+            yield row(work, "gloo", ours, found["gloo"], goal=GLOO_GOAL if number == 0 else None)
+    if not has_torch:
+        raise Missing(NO_TORCH)
+
+
 SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "sums": sums,
     "model": model,
@@ -973,6 +1011,7 @@ SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "calls": calls,
     "jobs": jobs,
     "round": round_beside_bus,
+    "cores": cores,
 }
 WITH_TORCH = ("peers", "rules", "calls")
 SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 4.0, "round": 1.5}

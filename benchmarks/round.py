@@ -130,7 +130,12 @@ def between_hosts(known: list[System]) -> list[System]:
     return [*(system for system in known if not (system.by_mpirun or system.is_limit)), limit]
 
 
-def measure(system: System, work: Work, options: argparse.Namespace) -> float | None:
+def threads(workers: int) -> int:
+    """Return how many threads a process may use: each worker has its share of this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def measure(system: System, work: Work, options: argparse.Namespace, timeout_s: float = RUN_TIMEOUT_S) -> float | None:
     """Run `system` once and return its median seconds a round; None, and a word why, if it failed."""
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix"]
     # Hosts have the same environments; the scripts go there.
@@ -140,9 +145,9 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
         str(options.workers),
         *system.launch,
         "--timeout",
-        str(RUN_TIMEOUT_S),
+        str(max(1, int(timeout_s))),
         "--env",
-        "OMP_NUM_THREADS=1",
+        "OMP_NUM_THREADS=%d" % threads(options.workers),
     ]
     if system.by_mpirun:
         command = [*MPIRUN, str(options.workers)]
@@ -159,7 +164,7 @@ def reports_of(command: list[str], what: str, ranks: int, on_hosts: bool) -> lis
     """Run a job of a script of `peers` once and return what each rank reports; None, and a word why, if it failed."""
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
-        env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": str(threads(ranks))}
         folder = SCRIPTS if on_hosts else ROOT
         result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
     # mpirun may join the lines of two ranks.

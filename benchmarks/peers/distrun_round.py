@@ -24,9 +24,9 @@ def main() -> None:
     """Run the rounds, read every result, and print the report."""
     model, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with kvstore.create("dist_sync") as kv:
-        gradients = [np.ones(shape, np.float32) for shape in shapes.MODELS[model]()]
+        gradients = [np.ones(shape, np.float32) for shape in shapes.named(model)]
         if form in {"empty", "view"}:
-            gradients = [kv.empty(shape) for shape in shapes.MODELS[model]()]
+            gradients = [kv.empty(shape) for shape in shapes.named(model)]
             for gradient in gradients:
                 gradient.fill(1)
         outs = [kv.empty(each.shape) if form == "empty" else np.zeros_like(each) for each in gradients]

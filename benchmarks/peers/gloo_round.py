@@ -51,7 +51,7 @@ def main() -> None:
     model, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    gradients = [torch.ones(shape) for shape in shapes.MODELS[model]()]
+    gradients = [torch.ones(shape) for shape in shapes.named(model)]
     buckets = fill_buckets(gradients)
     times = []
     rank, world = dist.get_rank(), dist.get_world_size()

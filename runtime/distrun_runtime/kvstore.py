@@ -352,10 +352,10 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
             if steady is not None:
-                return _awaited(steady, steady.is_done)
+                return steady if type(steady) is CompletedCall else _awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
-        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("push", key, value, None)):
+        if self._lifetime.uses_gpus and (made := self._planned("push", key, value, None, wait=wait, scale=factor)):
             return made
         with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
@@ -377,10 +377,10 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
-            return _awaited(steady, True)
+            return steady if type(steady) is CompletedCall else _awaited(steady, True)
         self._ready()
         number = _numbers(priority)[0]
-        if self._lifetime.uses_gpus and wait and (made := self._planned("pull", key, None, out)):
+        if self._lifetime.uses_gpus and (made := self._planned("pull", key, None, out, wait=wait)):
             return made
         with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
@@ -404,11 +404,11 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSHPULL, key, value, given_out, priority=priority, scale=scale)
             if steady is not None:
-                return _awaited(steady, True)
+                return steady if type(steady) is CompletedCall else _awaited(steady, True)
         self._ready()
         number, factor = _numbers(priority, scale)
         outs = value if out is None else out
-        if self._lifetime.uses_gpus and wait and factor == 1 and (made := self._planned("pushpull", key, value, outs)):
+        if self._lifetime.uses_gpus and (made := self._planned("pushpull", key, value, outs, wait=wait, scale=factor)):
             return made
         with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
@@ -893,13 +893,20 @@ class KVStore(KVStoreBase):
                 raise KVError(f"{err}{hint}") from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
-    def _planned(self, call: str, key: Keys, value: object, out: object) -> Pending | None:
-        """Make a call with arrays on a GPU, if the store has a plan for it; None: it has none."""
+    def _planned(
+        self, call: str, key: Keys, value: object, out: object, *, wait: bool, scale: float = 1.0
+    ) -> Pending | None:
+        """Make a call with arrays on GPUs, if the store has a plan for it; None: it has none."""
         known = self._known(key)
-        given, outs = (None if each is None else _listed(key, each) for each in (value, out))
-        if known is None or not self._backend.planned(known, given, outs):
+        if known is None:
             return None
-        return CompletedCall(f"{call} of {known.named}")
+        given, outs = (None if each is None else _listed(key, each) for each in (value, out))
+        what = f"{call} of {known.named}"
+        try:
+            made = self._backend.planned(known, given, outs, scale)
+        except KVError as err:
+            return _awaited(CompletedCall(what, err, self._lifetime.late), wait)
+        return None if made is None else CompletedCall(what, then=None if wait else made)
 
     def _given(
         self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays

@@ -51,6 +51,8 @@ def said() -> Iterator[str]:
         patch.setenv("TRACES", folder + "/traces:of,all")
         # As there: large values are on all seven servers. Jobs in threads have both ways of placing them.
         patch.setenv("DISTRUN_PARTITION", "mxnet")
+        # Large values are copied and added by three threads of each process.
+        patch.setenv("DISTRUN_COPY_THREADS", "3")
         # Calls that are planned and others come in any order.
         patch.setenv("PYTHONPATH", str(SUPPORT / "alternating"), prepend=os.pathsep)
         # numpy's loops: fourteen processes would compile or load numba's, which give the same bytes (test_compiled.py).

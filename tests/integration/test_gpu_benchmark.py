@@ -203,6 +203,30 @@ def test_rounds_of_jobs_are_measured(
     assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5})
 
 
+def test_rounds_on_many_cores_have_goals_and_the_first_is_compared_with_gloo(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu, "measure", lambda system, *rest: {"distrun": 0.02, "gloo": 0.07}[system.name])
+    part = found_by(gpu, card, "cores")
+    assert (part.state, part.text) == ("done", "")
+    assert [(row.against, row.goal, row.is_reached) for row in part.rows] == [
+        *(("25 ms", 1.0, True), ("gloo", 3.0, True), ("25 ms", 1.0, True), ("gloo", None, None), ("20 ms", 1.0, True)),
+        *(("90 ms", 1.0, True), ("gloo", None, None), ("90 ms", 1.0, True), ("35 ms", 1.0, True), ("gloo", None, None)),
+    ]
+    assert part.rows[4].work == "5x300, `kv.empty`: a round of 2 workers and 2 servers on the CPU"
+
+
+@pytest.mark.slow
+def test_rounds_on_many_cores_are_measured_and_without_torch_the_section_says_that_it_lacks(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "CORES", [(None, 2, 1, "list", 1000), (None, 1, 1, "empty", 1000)])
+    part = found_by(gpu, card, "cores")
+    assert (part.state, len(part.rows)) == ("failed", 2)
+    assert "torch is not installed" in part.text
+
+
 @pytest.mark.slow
 def test_servers_that_are_not_on_the_gpu_fail_the_section(
     gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -727,6 +751,17 @@ def test_calls_are_measured_and_counted(
     run = checked('[ "$2" = --check ] && exit 1\nexit 0')
     run.run("calls")
     assert run.code(["calls"]) == 1
+
+
+def test_the_rounds_on_many_cores_are_run_by_themselves(
+    check: ModuleType, checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = checked('shift\necho "$@" >&2\nexit 0')
+    run.run("cores")
+    assert "--sections cores" in capfd.readouterr().err
+    assert "cores" not in check.parts_of("benchmarks")
+    run.results.parts["cores"] = part_of(kept, a_row(kept, 0.5), name="cores")
+    assert run.code(["cores"]) == 3
 
 
 def test_an_environment_of_this_checkout_is_made_and_what_is_missing_is_told(

@@ -130,7 +130,10 @@ def server_loop(
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.is_busy
     known = Steady(server, engine, counters).take
-    return loop_of(server, transport, engine=engine, known=known, token=own.token, **more)
+    loop = loop_of(server, transport, engine=engine, known=known, token=own.token, **more)
+    if isinstance(transport, BulkTransport):
+        transport.pour(loop.take)
+    return loop
 
 
 class Cluster:

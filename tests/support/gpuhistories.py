@@ -17,7 +17,7 @@ from sums import total as total_of
 from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Read, Stream, Write
 from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn, counts_of
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.ops import compression, optimizers, update
 
@@ -403,8 +403,8 @@ def calls_are_planned(machine: Machine) -> None:
         caller = borrowing.caller(0, stream.handle)
         keeper.collect()
         order.begin_after(device.work, caller)
-        read.run(counts_of(1))
-        write.run(counts_of(1))
+        read()
+        write()
         keeper.keep_until(order.end_before(device.work, caller), dropped)
         del dropped
     found = np.empty(107, F32)

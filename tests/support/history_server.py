@@ -279,6 +279,12 @@ class History:
         assert not self._thread.is_alive()
 
     @property
+    def end(self) -> tuple[int, str]:
+        """The code and the reason with which the server has ended."""
+        assert self.finish is not None, "it has not ended"
+        return self.finish.code, self.finish.reason
+
+    @property
     def log(self) -> str:
         """What the server has logged."""
         return self._out.getvalue()
@@ -393,6 +399,11 @@ class History:
         """
         pieces = self._pieces(given, number, codec, body.get("codec", {}), changes)
         return self.hear("w%d" % rank, data(Kind.PUSH, pieces, body=body, request=request))
+
+    def push_all(self, number: int, given: Values) -> None:
+        """Let both workers push the same values for a round."""
+        for rank in (0, 1):
+            self.push(rank, number, given)
 
     def skip(self, rank: int, number: int, *names: str, note: Any = None, changes: Any = None) -> list[Sent]:
         """Let a worker skip a round of keys."""

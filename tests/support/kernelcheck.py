@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import cxx
 import numpy as np
 import numpy.typing as npt
 
-from distrun_runtime.arrays.cuda import Argument, Pointer
 from distrun_runtime.arrays.dtypes import narrow, widen, work_dtype
 from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.ops import fuse
@@ -22,25 +20,17 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 def launch(step: fuse.FusedStep, arrays: dict[str, Array], compiled: cxx.Compiled, length: int) -> None:
     """Run a step's kernel; what it may only write is NaN before, what it may only read is as before afterwards."""
     pointers, read = [], {}
-    for each in step.kernel.parameters:
-        if each.access is Access.SCALAR:
-            continue
+    for each in step.arrays:
         array = arrays[each.name]
         pointers.append(array.ctypes.data)
         if each.access is Access.WRITE:
             array.view(np.uint8)[:] = 255
         elif each.access is Access.READ:
             read[each.name] = array.copy()
-    compiled(step.kernel.name, [*pointers, *step.scalars], length)
+    table, ends = np.array(pointers, np.uint64), np.array([0, length], np.int64)
+    compiled(step.kernel.name, [table.ctypes.data, ends.ctypes.data, *step.scalars, np.int64(1)], length)
     for name, before in read.items():
         assert before.tobytes() == arrays[name].tobytes()
-
-
-def arguments(step: fuse.FusedStep, arrays: Mapping[str, Pointer]) -> list[Argument]:
-    """Return what to launch a step's kernel with, given where each array is, by its name in the kernel."""
-    used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
-    places = [fuse.USES[each.access](arrays[each.name], arrays[each.name].nbytes) for each in used]
-    return [*places, *step.scalars]
 
 
 def values(random: np.random.Generator, length: int, dtype: np.dtype[Any], specials: bool = False) -> Array:

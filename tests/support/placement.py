@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import cluster
 import pytest
 
+from distrun_runtime.arrays import cores
 from distrun_runtime.ps import routing
 
 SHARD_BYTES = 2048
@@ -18,7 +19,8 @@ def placement(request: pytest.FixtureRequest) -> Iterator[str]:
     """Place the values of all jobs of a module in each of the two ways.
 
     By size, values above a small limit have several shards. As MXNet does, those of `bigarray_bound` elements or more
-    are on all servers. Servers do all their work later there (see `engines`), so that two runs show both of both.
+    are on all servers. Servers do all their work later there (see `engines`), and three threads share what is copied
+    and added, however little it is, so that two runs show both of each.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "PARTITION", request.param)
@@ -26,4 +28,7 @@ def placement(request: pytest.FixtureRequest) -> Iterator[str]:
             patch.setattr(routing, "SHARD_BYTES", getattr(request.module, "SHARD_BYTES", SHARD_BYTES))
         else:
             patch.setattr(cluster, "MUCH_BYTES", 0)
+            patch.setattr(cores, "UNIT", 8)
+            patch.setattr(cores.SHARED, "wanted", 3)
+            patch.setattr(cores.SHARED, "bound", 1)
         yield str(request.param)

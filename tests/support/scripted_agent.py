@@ -90,23 +90,33 @@ class ScriptedAgent:
         self.say("started", task=task, pid=pid, start="x", time=time.time())
         return task
 
+    def work(self) -> str:
+        """Begin and start the first task; return its name."""
+        self.begin()
+        return self.spawn()
+
+    def ends(self, *tasks: str, **how: Any) -> None:
+        """Say that tasks ended, and obey; `how` is `exited`'s."""
+        for task in tasks:
+            self.exited(task, **how)
+        self.finish(*tasks)
+
     def exited(self, task: str, code: int | None = 0, **more: Any) -> None:
         """Say that a task ended."""
         members: dict[str, Any] = {"signal": None, "stopped": False, "out": 0, "err": 0, "time": time.time(), **more}
         self.say("exited", task=task, code=code, **members)
 
-    def finish(self) -> None:
-        """Obey a stop, as an agent whose tasks go at once, and leave."""
-        live = set(self.wait("stop").header["tasks"]) - self._over()
-        for task in sorted(live):
+    def finish(self, *ended: str) -> None:
+        """Obey a stop, as an agent whose tasks go at once, and leave; those that have ended are not ended again."""
+        for task in sorted(set(self.wait("stop").header["tasks"]) - set(ended)):
             self.exited(task, None, signal="TERM", stopped=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Say that nothing is left, and goodbye when it is asked for."""
         self.say("cleared", left=[])
         self.wait("end")
         self.say("bye")
-
-    def over(self, *tasks: str) -> None:
-        """Remember that tasks ended, so that `finish` does not end them again."""
-        self._ended = self._over() | set(tasks)
 
     def join(self) -> None:
         """Wait for the script; raise what it raised."""
@@ -114,9 +124,6 @@ class ScriptedAgent:
         assert not self._thread.is_alive(), "the scripted agent hangs; heard %s" % [frame.type for frame in self.heard]
         if self.error is not None:
             raise self.error
-
-    def _over(self) -> set[str]:
-        return getattr(self, "_ended", set())
 
     def _run(self) -> None:
         try:

@@ -68,6 +68,26 @@ class Script:
         self.closed.append(linger_s)
 
 
+def check_calls(made: Any, script: Script) -> None:
+    """Check that a transport around a script hands on the calls with which it has nothing to do."""
+    assert made.bind("127.0.0.1", (1, 2)) == 7
+    made.connect("s", "tcp://127.0.0.1:1")
+    made.admitted("in:1")
+    made.proven("in:1")
+    made.refused("in:2")
+    made.wake()
+    made.disconnect("s", 0.5)
+    assert script.calls == [
+        ("bind", "127.0.0.1", (1, 2)),
+        ("connect", "s", "tcp://127.0.0.1:1"),
+        ("admitted", "in:1"),
+        ("proven", "in:1"),
+        ("refused", "in:2"),
+        ("wake",),
+        ("disconnect", "s", 0.5),
+    ]
+
+
 class Stepped(Script):
     """Runs a loop step by step: the test gives events, the loop takes them in, and the test goes on when it is idle.
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 
@@ -127,55 +127,6 @@ _REGISTERS_READ_ONLY = 113
 """cudaDevAttrHostRegisterReadOnlySupported."""
 
 
-class _CupyRuntime(Protocol):
-    """What is used of `cupy.cuda.runtime`, of cupy 14."""
-
-    def getDeviceCount(self) -> int: ...
-    def setDevice(self, device: int) -> None: ...
-    def deviceGetAttribute(self, attrib: int, device: int) -> int: ...
-    def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
-    def memGetInfo(self) -> tuple[int, int]: ...
-    def malloc(self, size: int) -> int: ...
-    def free(self, ptr: int) -> None: ...
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None: ...
-    def hostUnregister(self, ptr: int) -> None: ...
-    def streamCreateWithFlags(self, flags: int) -> int: ...
-    def streamDestroy(self, stream: int) -> None: ...
-    def eventCreateWithFlags(self, flags: int) -> int: ...
-    def eventDestroy(self, event: int) -> None: ...
-    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...
-    def memcpyPeerAsync(self, dst: int, dst_device: int, src: int, src_device: int, size: int, stream: int) -> None: ...
-    def memsetAsync(self, ptr: int, value: int, size: int, stream: int) -> None: ...
-    def eventRecord(self, event: int, stream: int) -> None: ...
-    def streamWaitEvent(self, stream: int, event: int, flags: int) -> None: ...
-    def eventQuery(self, event: int) -> int: ...
-    def eventSynchronize(self, event: int) -> None: ...
-    def deviceCanAccessPeer(self, device: int, peer_device: int) -> int: ...
-    def deviceEnablePeerAccess(self, peer_device: int) -> None: ...
-    def pointerGetAttributes(self, ptr: int) -> _PointerAttributes: ...
-
-
-class _Contexts(Protocol):
-    """What is used of `cupy.cuda.driver`, of cupy 14."""
-
-    def ctxGetCurrent(self) -> int: ...
-    def ctxSetCurrent(self, ctx: int) -> None: ...
-
-
-class _PointerAttributes(Protocol):
-    """What is used of `cupy.cuda.runtime.PointerAttributes`."""
-
-    device: int
-
-
-class _Function(Protocol):
-    """A loaded kernel: `cupy.cuda.function.Function`."""
-
-    def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _StreamHandle
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class _StreamHandle:
     """What cupy takes for a stream: anything with `ptr`."""
@@ -196,8 +147,8 @@ class CupyDriver:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._runtime = cast(_CupyRuntime, cupy.cuda.runtime)
-        self._driver = cast(_Contexts, cupy.cuda.driver)
+        self._runtime = cupy.cuda.runtime
+        self._driver = cupy.cuda.driver
         self._failures: tuple[type[Exception], ...] = (
             cupy.cuda.runtime.CUDARuntimeError,
             cupy.cuda.driver.CUDADriverError,
@@ -210,7 +161,7 @@ class CupyDriver:
         self._folder = find_folder()
 
     @contextlib.contextmanager
-    def _told(self, device: int | None = None) -> Iterator[_CupyRuntime]:
+    def _told(self, device: int | None = None) -> Iterator[Any]:
         """Translate cupy's errors; make a device the current one of this thread meanwhile."""
         try:
             if device is None:
@@ -237,7 +188,7 @@ class CupyDriver:
 
         def chosen() -> int:
             self._runtime.setDevice(device)
-            return self._driver.ctxGetCurrent()
+            return int(self._driver.ctxGetCurrent())
 
         # In a thread of its own: the choice stays with the thread that makes it.
         with ThreadPoolExecutor(1, "distrun-context") as thread:
@@ -245,7 +196,7 @@ class CupyDriver:
 
     def count(self) -> int:
         with self._told() as runtime:
-            return runtime.getDeviceCount()
+            return int(runtime.getDeviceCount())
 
     def properties(self, device: int) -> Properties:
         with self._told() as runtime:
@@ -266,7 +217,7 @@ class CupyDriver:
 
     def alloc(self, device: int, nbytes: int) -> int:
         with self._told(device) as runtime:
-            return runtime.malloc(nbytes)
+            return int(runtime.malloc(nbytes))
 
     def free(self, pointer: Pointer) -> None:
         with self._told(pointer.device) as runtime:
@@ -285,7 +236,7 @@ class CupyDriver:
 
     def make_stream(self, device: int) -> int:
         with self._told(device) as runtime:
-            return runtime.streamCreateWithFlags(_NON_BLOCKING)
+            return int(runtime.streamCreateWithFlags(_NON_BLOCKING))
 
     def end_stream(self, device: int, handle: int) -> None:
         with self._told(device) as runtime:
@@ -293,7 +244,7 @@ class CupyDriver:
 
     def make_event(self, device: int) -> int:
         with self._told(device) as runtime:
-            return runtime.eventCreateWithFlags(_EVENT_FLAGS)
+            return int(runtime.eventCreateWithFlags(_EVENT_FLAGS))
 
     def end_event(self, device: int, handle: int) -> None:
         with self._told(device) as runtime:
@@ -341,7 +292,7 @@ class CupyDriver:
             self._processors[device] = self.properties(device).processors
         wanted = -(-elements // (THREADS * ELEMENTS_PER_THREAD))
         blocks = max(1, min(wanted, self._processors[device] * BLOCKS_PER_PROCESSOR))
-        function = cast(_Function, loaded.functions[kernel])
+        function: Any = loaded.functions[kernel]
         values = tuple(
             np.uint64(each.pointer.address) if isinstance(each, (Read, Write, Update, Table)) else each
             for each in arguments
@@ -362,7 +313,7 @@ class CupyDriver:
             status = runtime.eventQuery(event.handle)  # the only call that returns its code
             if status not in (0, NOT_READY):
                 raise self._failures[0](status)
-        return status == 0
+        return bool(status == 0)
 
     def synchronize(self, event: Event) -> None:
         with self._told(event.device) as runtime:
@@ -378,7 +329,7 @@ class CupyDriver:
 
     def device_of(self, address: int) -> int:
         with self._told(self._used) as runtime:
-            return runtime.pointerGetAttributes(address).device
+            return int(runtime.pointerGetAttributes(address).device)
 
 
 def _driver_error_of(error: Exception) -> DriverError:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from bisect import bisect_right
@@ -24,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign
+from distrun_runtime.arrays.cores import SHARED, Threads, copy_all
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.gpu_devices import Borrowing, Gpus
 
@@ -58,10 +56,12 @@ def copy(array: DeviceArray, out: DeviceArray) -> None:
     """Copy an array to another of the same shape and dtype, wherever the two are; numpy's of any strides."""
     if not is_on_host(out):
         out.device.write(out, array)
-    elif is_on_host(array):
-        np.copyto(out, array)
-    else:
+    elif not is_on_host(array):
         array.device.read(array, out)
+    elif array.nbytes >= SHARED.bound and array.flags.c_contiguous and out.flags.c_contiguous:
+        copy_all([(array.reshape(-1), out.reshape(-1))])
+    else:
+        np.copyto(out, array)
 
 
 class Device(Protocol):
@@ -157,39 +157,10 @@ def move(places: Iterable[ArrayPlace], device: Device) -> None:
         each.put(new)
 
 
+_WORD_BYTES = 4
+"""Of an element: most are float32, or become it."""
 CHUNK = 1 << 15
 """Elements that are added up before the next: a chunk of the sum stays in the processor's cache."""
-
-
-class Threads:
-    """Who shares the work on large arrays: `count` threads, for arrays of at least `bound` elements.
-
-    The threads start with the first such array. Every element is calculated alike by each of them.
-    """
-
-    def __init__(self, count: int = 1, bound: int = 1000000) -> None:
-        self.count = count
-        self.bound = bound
-        self._pool: ThreadPoolExecutor | None = None
-        self._inside = threading.local()
-
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slices that make up range(size), in parallel if there are enough elements."""
-        if self.count < 2 or size < self.bound or getattr(self._inside, "is_one", False):
-            work(slice(0, size))
-            return
-        if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # with logging
-
-            self._pool = ThreadPoolExecutor(self.count, "distrun-reduce", self._begin)
-        ends = [size * part // self.count for part in range(self.count + 1)]
-        runs = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        # list: what a thread raised is raised here.
-        list(self._pool.map(work, runs))
-
-    def _begin(self) -> None:
-        # Work that is shared already is not shared again: all threads might wait for each other.
-        self._inside.is_one = True
 
 
 class CpuDevice:
@@ -199,7 +170,7 @@ class CpuDevice:
 
     def __init__(self, index: int = 0, threads: Threads | None = None, memory: Pool | None = None) -> None:
         self.name = f"cpu:{index}"
-        self._threads = threads or Threads()
+        self._threads = threads or SHARED
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -232,21 +203,35 @@ class CpuDevice:
 
     def sum(self, parts: Sequence[Array], out: Array) -> None:
         """Write the sum of flat arrays into `out`, added from first to last."""
-        if len(parts) == 1 and parts[0] is out:
-            return
-        if len(out) <= CHUNK:
-            _sum(parts, out)
-        else:
-            self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+        self.sums([(parts, out)])
 
     def sums(self, items: Iterable[tuple[Sequence[Array], Array]]) -> None:
-        """Write several sums."""
-        for parts, out in items:
-            self.sum(parts, out)
+        """Write several sums: several threads share all of them, if there are enough elements."""
+        every = [(parts, out) for parts, out in items if len(parts) > 1 or parts[0] is not out]
+        sizes = [len(out) for _, out in every]
+        if not self.shares(sum(sizes)):
+            for parts, out in every:
+                _sum(parts, out)
+            return
+
+        def work(number: int, run: slice) -> None:
+            parts, out = every[number]
+            _sum([part[run] for part in parts], out[run])
+
+        self.share(sizes, work)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), on several threads if there are enough elements."""
-        self._threads.split(size, work)
+        self.share([size], lambda _, run: work(run))
+
+    def share(self, sizes: Sequence[int], work: Callable[[int, slice], None]) -> None:
+        """Call `work` for items of these numbers of elements, as `Threads.share` does."""
+        self._threads.share(sizes, work)
+
+    def shares(self, elements: int) -> bool:
+        """Whether several threads share work on so many elements."""
+        nbytes = elements * _WORD_BYTES
+        return nbytes >= self._threads.bound and self._threads.shares(nbytes)
 
     def elements(self, frame: Buffer, dtype: DType) -> Array:
         """Return the elements of bytes: a read-only view of them."""
@@ -268,22 +253,22 @@ class CpuDevice:
 
     def read(self, array: Array, out: Array) -> None:
         """Copy an array of this device into another."""
-        np.copyto(out, array)
+        copy(array, out)
 
 
+# An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
+@np.errstate(over="ignore", invalid="ignore")
 def _sum(parts: Sequence[Array], out: Array) -> None:
-    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
-    with np.errstate(over="ignore", invalid="ignore"):
-        is_plain = dtypes.work_dtype(out.dtype) == out.dtype and all(part.dtype == out.dtype for part in parts)
-        if is_plain and len(parts) == 1:
-            out[...] = parts[0]
-        elif is_plain and len(parts) == 2:
-            np.add(parts[0], parts[1], out=out)
-        else:
-            add = _add if is_plain else _add_wide
-            for begin in range(0, len(out), CHUNK):
-                run = slice(begin, begin + CHUNK)
-                add([part[run] for part in parts], out[run])
+    is_plain = dtypes.work_dtype(out.dtype) == out.dtype and [part.dtype for part in parts] == [out.dtype] * len(parts)
+    if is_plain and len(parts) == 1:
+        out[...] = parts[0]
+    elif is_plain and len(parts) == 2:
+        np.add(parts[0], parts[1], out)
+    else:
+        add = _add if is_plain else _add_wide
+        for begin in range(0, len(out), CHUNK):
+            run = slice(begin, begin + CHUNK)
+            add([part[run] for part in parts], out[run])
 
 
 def _add(parts: Sequence[Array], out: Array) -> None:
@@ -319,7 +304,6 @@ class Arena:
         self.dtype = dtype
         self._device = device
         self._is_sent = is_sent
-        self._like = like
         self._bases: list[int] = [] if like is None else like._bases
         """Position of each block's first element. Positions of different blocks are never neighbours."""
         self._sizes: list[int] = [] if like is None else like._sizes
@@ -457,7 +441,7 @@ def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -
     A GPU is one device for the whole process. `gpu:0/0`, `gpu:0/1` are two devices on one GPU, for tests.
 
     Arguments:
-        threads: who shares a cpu device's work on large arrays; None: the caller's thread does all.
+        threads: who shares a cpu device's work on large arrays; None: those that copy.
         memory: where arrays of a cpu device are that are often sent to other processes; None: as all others.
 
     Raises:

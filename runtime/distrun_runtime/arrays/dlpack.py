@@ -25,23 +25,10 @@ HOSTS = (CPU, CUDA_HOST, ROCM_HOST)
 """Memory of the host."""
 
 _DEVICES = {
-    CPU: "CPU",
-    CUDA: "CUDA",
-    CUDA_HOST: "pinned CUDA host memory",
-    4: "OpenCL",
-    7: "Vulkan",
-    8: "Metal",
-    9: "VPI",
-    10: "ROCm",
-    ROCM_HOST: "pinned ROCm host memory",
-    12: "an extension device",
-    CUDA_MANAGED: "CUDA managed memory",
-    14: "oneAPI",
-    15: "WebGPU",
-    16: "Hexagon",
-    17: "MAIA",
+    **{CPU: "CPU", CUDA: "CUDA", CUDA_HOST: "pinned CUDA host memory", CUDA_MANAGED: "CUDA managed memory"},
+    **{4: "OpenCL", 7: "Vulkan", 8: "Metal", 9: "VPI", 10: "ROCm", ROCM_HOST: "pinned ROCm host memory"},
+    **{12: "an extension device", 14: "oneAPI", 15: "WebGPU", 16: "Hexagon", 17: "MAIA"},
 }
-
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 """DLDataTypeCode."""
 _VERSION = (1, 0)

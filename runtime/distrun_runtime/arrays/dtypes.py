@@ -32,6 +32,7 @@ Buffer = Union[bytes, bytearray, memoryview]
 
 BFLOAT16: DType = np.dtype([("bfloat16", "<u2")])
 """The dtype of bfloat16 arrays."""
+_HALVES = (np.dtype(np.float16), BFLOAT16)
 
 NAMES = (
     *("float16", "bfloat16", "float32", "float64"),
@@ -76,7 +77,7 @@ def exact_below(dtype: DType) -> int:
 
 def work_dtype(dtype: DType) -> DType:
     """Return the dtype to calculate in: float32 for 16-bit floats, else the dtype itself."""
-    return np.dtype(np.float32) if dtype in (np.dtype(np.float16), BFLOAT16) else dtype
+    return np.dtype(np.float32) if dtype in _HALVES else dtype
 
 
 def widen(array: Array) -> Array:

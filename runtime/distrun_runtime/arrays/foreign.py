@@ -61,15 +61,15 @@ class DeviceView:
     """In bytes."""
     dtype: DType
     """One of `dtypes.NAMES`; bfloat16 is `dtypes.BFLOAT16`."""
-    is_readonly: bool
-    """It must not be written."""
     stream: int | None
     """Handle of the stream that the caller works on; None: it is not known, and nothing has to be waited for: the
     library has ordered its own work before that of our stream, or says that all of it is done."""
-    is_immutable: bool
-    """Nothing will ever write it: it only has to be kept until it was read."""
     owner: object
     """Keeps the memory as long as something refers to it."""
+    is_readonly: bool = False
+    """It must not be written."""
+    is_immutable: bool = False
+    """Nothing will ever write it: it only has to be kept until it was read."""
 
     @property
     def size(self) -> int:
@@ -147,12 +147,12 @@ def current_stream(library: str, device: int) -> int | None:
             is_capturing = module.cuda.is_current_stream_capturing()
         if is_capturing:
             raise KVError(_CAPTURING % "torch")
-        return _handle(module.cuda.current_stream(device).cuda_stream)
+        return module.cuda.current_stream(device).cuda_stream or LEGACY
     if library == "cupy" and module is not None:
         stream = module.cuda.get_current_stream(device)
         if stream.is_capturing():
             raise KVError(_CAPTURING % "cupy")
-        return _handle(stream.ptr)
+        return stream.ptr or LEGACY
     return None
 
 
@@ -288,6 +288,13 @@ def refusal(value: object, is_output: bool = False) -> str | None:
 
 
 def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, streams: Streams) -> DeviceView | None:
+    view = _unchecked(value, cuda, ours, streams)
+    if view is not None and not view.address and 0 not in view.shape:
+        raise KVError(f"{named(value)} has no memory of its own; fix: give an array with values")
+    return view
+
+
+def _unchecked(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, streams: Streams) -> DeviceView | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(value, torch, cuda, streams, is_output=ours is None)
@@ -327,8 +334,7 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, streams: Streams, is_output: 
     if dtype is None:
         dtype = _BY_NAME[plain.dtype] = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
     size = dtype.itemsize
-    return _checked(
-        tensor,
+    return DeviceView(
         library="torch",
         device=device,
         address=plain.data_ptr(),
@@ -351,8 +357,7 @@ def _of_cupy(array: Any, cupy: Any, streams: Streams, is_output: bool) -> Device
     dtype = _BY_NAME.get(array.dtype)
     if dtype is None:
         dtype = _BY_NAME[array.dtype] = _dtype(array, array.dtype)
-    return _checked(
-        array,
+    return DeviceView(
         library="cupy",
         device=device,
         address=int(array.data.ptr),
@@ -388,8 +393,8 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
             f"{named(value)} has __cuda_array_interface__, which is for memory of a GPU, but CUDA knows no memory at"
             f" its address {address:#x}; fix: give what is in host memory as an array of numpy"
         )
-    return _checked(
-        value,
+    return DeviceView(
+        library=_library(value),
         device=device,
         address=int(address or 0),
         shape=shape,
@@ -424,8 +429,8 @@ def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> 
         found = dlpack.export(value, ours(device).handle)
     except (BufferError, TypeError, ValueError, RuntimeError) as err:
         raise KVError(f"{named(value)} cannot be read by DLPack ({err}); fix: {_to_host(value)}") from err
-    return _checked(
-        value,
+    return DeviceView(
+        library=_library(value),
         device=device,
         address=found.address,
         shape=found.shape,
@@ -436,30 +441,6 @@ def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> 
         is_immutable=is_jax,
         owner=(value, found.owner),
     )
-
-
-def _checked(
-    value: object,
-    *,
-    device: int,
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: DType,
-    stream: int | None,
-    owner: object,
-    library: str | None = None,
-    is_readonly: bool = False,
-    is_immutable: bool = False,
-) -> DeviceView:
-    if not address and 0 not in shape:
-        raise KVError(f"{named(value)} has no memory of its own; fix: give an array with values")
-    library = library or _library(value)
-    return DeviceView(library, device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
-
-
-def _handle(pointer: int) -> int:
-    return pointer or LEGACY
 
 
 def _dtype(value: object, given: Any) -> DType:

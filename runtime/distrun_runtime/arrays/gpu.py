@@ -19,6 +19,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Union, cast
 
 import numpy as np
@@ -101,8 +102,6 @@ class GpuArray:
         return self.memory.pointer.at(self.begin, self.nbytes)
 
 
-UNEQUAL = "the parts of a tensor have different sizes"
-
 AnyArray = Union[Array, GpuArray]
 
 
@@ -111,7 +110,7 @@ class _CopyBatch:
     """What is copied from elsewhere at once, to be added up."""
 
     tensors: list[list[AnyArray]]
-    """Their parts, flat, whole or a run of each."""
+    """Their parts and the sum, flat, whole or a run of each."""
     nbytes: int
     """What is not here of them."""
 
@@ -183,7 +182,6 @@ class ListLaunch:
     Arguments:
         columns: flat arrays, all of a tensor of one size, all of a column of one dtype.
         sizes: elements of each tensor.
-        alone: the kernel for one tensor, which needs no table: its parameters are the arrays, then scalars.
     """
 
     def __init__(
@@ -193,33 +191,24 @@ class ListLaunch:
         kernel: str,
         columns: Sequence[TensorColumn],
         sizes: Sequence[int],
-        *,
-        alone: str = "",
     ) -> None:
         self._device = device
-        self._loaded = device.load(program)
+        self._loaded, self._kernel = device.load(program), kernel
         self._size = sum(sizes)
         self._reads, self._writes = (
             tuple(dict.fromkeys(itertools.chain(*(each.uses for each in columns if (each.use is Read) is is_read))))
             for is_read in (True, False)
         )
-        self._before: list[Argument]
-        if alone and len(sizes) == 1:
-            self._kernel, self._after = alone, list[Argument]()
-            pointers = [Pointer(each.addresses[0], device.physical, each.nbytes[0]) for each in columns]
-            self._before = [each.use(at, at.nbytes) for each, at in zip(columns, pointers, strict=True)]
-        else:
-            # A plan keeps its own.
-            listed = self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
-            self._kernel, self._after = kernel, [listed.tensors]
-            self._before = [listed.table, listed.offsets]
-            self._reads += (listed.memory.memory.uses,)
+        # A plan keeps its own.
+        self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
+        self._reads += (self._listed.memory.memory.uses,)
 
     def run(self, scalars: Sequence[np.generic]) -> None:
         """Launch the kernel."""
         device = self._device
         if self._size:
-            arguments = [*self._before, *scalars, *self._after]
+            listed = self._listed
+            arguments: list[Argument] = [listed.table, listed.offsets, *scalars, listed.tensors]
             with device._order.using(device.work, self._reads, self._writes):
                 device._cuda.launch(self._loaded, self._kernel, arguments, self._size, device.work.stream)
 
@@ -308,30 +297,18 @@ class GpuDevice:
 
     def sum(self, parts: Sequence[AnyArray], out: GpuArray) -> None:
         """Write the sum of flat arrays, of anywhere, into `out`, added from first to last."""
-        if not out.size or (len(parts) == 1 and parts[0] is out):
-            return
-        here = [part for part in parts if isinstance(part, GpuArray) and part.device is self]
-        if len(here) == len(parts):
-            self._sum(here, out)
-            return
-        for (brought,), run in self._by_ring([parts]):
-            self._sum(brought, out[run])
+        self.sums([(parts, out)])
 
-    def sums(self, items: Iterable[tuple[Sequence[GpuArray], GpuArray]]) -> None:
-        """Write several sums, as `sum` does each: those alike by one kernel."""
-        alike: dict[tuple[DType, ...], list[tuple[Sequence[GpuArray], GpuArray]]] = {}
+    def sums(self, items: Iterable[tuple[Sequence[AnyArray], GpuArray]]) -> None:
+        """Write several sums, as `sum` does each: those alike whose parts are here by one kernel."""
+        here: list[tuple[Sequence[Any], GpuArray]] = []
+        elsewhere: list[tuple[Sequence[AnyArray], GpuArray]] = []
         for parts, out in items:
             if out.size and not (len(parts) == 1 and parts[0] is out):
-                alike.setdefault((out.dtype, *(part.dtype for part in parts)), []).append((parts, out))
-        for (kind, *kinds), some in alike.items():
-            if len(some) == 1 or len(set(kinds)) > 1:
-                for parts, out in some:
-                    self._sum(parts, out)
-                continue
-            columns = [TensorColumn.of(Read, column) for column in zip(*(parts for parts, _ in some), strict=True)]
-            outs = TensorColumn.of(Write, [out for _, out in some])
-            launch = self.sum_lists(columns, [outs], [out.size for _, out in some], kinds[0], kind)
-            launch.run(counts_of(len(kinds)))
+                (here if all(map(self._is_here, parts)) else elsewhere).append((parts, out))
+        self._sums(here)
+        for brought in self._by_ring(elsewhere):
+            self._sums(brought)
 
     def gather(self, lists: Sequence[Sequence[AnyArray]], bucket: GpuArray) -> None:
         """Write the sums of tensors into a flat array that is here, end to end: by one kernel for a whole list.
@@ -350,15 +327,20 @@ class GpuDevice:
         """
         if not all(map(len, lists)):
             raise ValueError("a tensor has no parts")
-        every = list(itertools.chain(*lists))
-        if set(map(type, every)) <= {GpuArray} and set(map(_DEVICE, every)) <= {self}:
-            self._gather(cast("Sequence[Sequence[GpuArray]]", lists), bucket)
+        sizes, every = [parts[0].size for parts in lists], list(itertools.chain(*lists))
+        if list(map(_SIZE, every)) != [size for size, parts in zip(sizes, lists, strict=True) for _ in parts]:
+            raise ValueError("the parts of a tensor have different sizes")
+        if len(set(map(_DTYPE, every))) > 1:
+            raise ValueError("the tensors of a list have different dtypes")
+        _check_size(sum(sizes), bucket)
+        are_here = set(map(type, every)) == {GpuArray} and set(map(_DEVICE, every)) == {self}
+        if bucket.size and are_here and len(set(map(len, lists))) == 1:
+            columns = [TensorColumn.of(Read, cast(Any, column)) for column in zip(*lists, strict=True)]
+            out = TensorColumn.within(Write, bucket, sizes)
+            self.sum_lists(columns, [out], sizes, every[0].dtype, bucket.dtype)()
             return
-        if any(part.size != parts[0].size for parts in lists for part in parts):
-            raise ValueError(UNEQUAL)
-        _check_size(sum(parts[0].size for parts in lists), bucket)
-        for brought, run in self._by_ring(lists):
-            self._gather(brought, bucket[run])
+        ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        self.sums((parts, bucket[begin:end]) for parts, (begin, end) in zip(lists, ends, strict=True))
 
     def scatter(self, bucket: GpuArray, outs: Sequence[GpuArray]) -> None:
         """Write a flat array to tensors that are here, one after the other: the reverse of `gather`.
@@ -370,17 +352,13 @@ class GpuDevice:
             raise ValueError(f"a bucket of {bucket.dtype} goes to tensors of this dtype on {self.name}")
         sizes = [out.size for out in outs]
         _check_size(sum(sizes), bucket)
-        launch = self.sum_lists(
-            [TensorColumn.within(Read, bucket, sizes)], [TensorColumn.of(Write, outs)], sizes, bucket.dtype
-        )
-        launch.run(counts_of(1))
+        columns = [TensorColumn.within(Read, bucket, sizes)]
+        self.sum_lists(columns, [TensorColumn.of(Write, outs)], sizes, bucket.dtype)()
 
     def sum_lists(
         self, parts: Sequence[TensorColumn], outs: Sequence[TensorColumn], sizes: Sequence[int], *dtypes: DType
-    ) -> ListLaunch:
-        """Return what writes the sum of each tensor of a list to each of its outs.
-
-        Run it with the number of outs; of more than `FEW` parts, with the number of parts before (`counts_of`).
+    ) -> Callable[[], None]:
+        """Return what writes the sum of each tensor of a list to each of its outs, whenever it is called.
 
         Arguments:
             parts: all of one dtype, added from first to last, 16-bit floats in float32.
@@ -388,7 +366,9 @@ class GpuDevice:
             dtypes: of the parts, and of the sums, if it is another one.
         """
         program = gpu_programs.sums(*map(gpu_programs.kind_of, (dtypes[0], dtypes[-1])))
-        return ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
+        launch = ListLaunch(self, program, gpu_programs.sum_lists_of(len(parts)), [*parts, *outs], sizes)
+        number = [np.int64(len(parts))] if len(parts) > gpu_programs.FEW else []
+        return partial(launch.run, [*number, np.int64(len(outs))])
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
@@ -457,7 +437,7 @@ class GpuDevice:
             source = its[0]
             if len(its) > 1:
                 source = self.empty((sum(each.size for each in its),), dtype)
-                self._gather([[each] for each in its], source)
+                self.gather([[each] for each in its], source)
             pairs.append((source, out[at : at + source.nbytes].view(dtype)))
             at += source.nbytes
         self.read_all(pairs)
@@ -565,43 +545,40 @@ class GpuDevice:
 
     # Sums
 
-    def _by_ring(self, lists: Sequence[Sequence[AnyArray]]) -> Iterator[tuple[list[list[GpuArray]], slice]]:
-        """Copy parts that are not here, and yield runs of the tensors' elements: all of their parts here, and where.
+    def _by_ring(
+        self, items: Sequence[tuple[Sequence[AnyArray], GpuArray]]
+    ) -> Iterator[list[tuple[Sequence[GpuArray], GpuArray]]]:
+        """Copy parts of sums that are not here, and yield runs of the sums' elements: all parts here, and the out.
 
         At most `RING_TURNS` runs are on their way at a time, so each is used before the next one is asked for.
         """
-        batches = list(self._batches(lists, RING_BYTES // RING_TURNS))
+        batches = list(self._batches(items, RING_BYTES // RING_TURNS))
         room_bytes = max((batch.nbytes for batch in batches), default=0)
         rooms = [self.empty((room_bytes,), np.dtype(np.uint8)) for _ in batches[:RING_TURNS]]
-        done = 0
         for turn, batch in enumerate(batches):
             memory, used = rooms[turn % RING_TURNS].memory, 0
             from_host: list[tuple[GpuArray, Array]] = []
-            brought: list[list[GpuArray]] = []
-            for parts in batch.tensors:
-                brought.append([])
-                for part in parts:
-                    if not isinstance(part, GpuArray) or part.device is not self:
-                        place = GpuArray(self, memory, used, part.shape, part.dtype)
+            brought: list[tuple[Sequence[GpuArray], GpuArray]] = []
+            for *parts, out in batch.tensors:
+                for number, part in enumerate(parts):
+                    if not self._is_here(part):
+                        place = parts[number] = GpuArray(self, memory, used, part.shape, part.dtype)
                         used += _padded(part.nbytes)
                         if isinstance(part, GpuArray):
                             self._bring_from_gpu(part, place)
                         else:
                             from_host.append((place, part))
-                        part = place
-                    brought[-1].append(part)
+                brought.append((cast("list[GpuArray]", parts), cast(GpuArray, out)))
             self.write_all(from_host)
-            size = sum(parts[0].size for parts in brought)
-            yield brought, slice(done, done + size)
-            done += size
+            yield brought
 
-    def _batches(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_CopyBatch]:
-        """Yield runs of the tensors' elements, of whose parts those that are not here take at most `limit` bytes."""
+    def _batches(self, items: Sequence[tuple[Sequence[AnyArray], GpuArray]], limit: int) -> Iterator[_CopyBatch]:
+        """Yield runs of the sums' elements, of whose parts those that are not here take at most `limit` bytes."""
         batch = _CopyBatch([], 0)
-        for parts in lists:
-            flats = [part.reshape(-1) for part in parts]
+        for parts, out in items:
+            flats = [each.reshape(-1) for each in (*parts, out)]
             widths = [part.dtype.itemsize for part in parts if not self._is_here(part)]
-            begin, end = 0, flats[0].size
+            begin, end = 0, out.size
             while begin < end:
                 nbytes = sum(_padded(width * (end - begin)) for width in widths)
                 if batch.nbytes + nbytes <= limit:
@@ -621,28 +598,6 @@ class GpuDevice:
                 begin += size
         if batch.tensors:
             yield batch
-
-    def _gather(self, lists: Sequence[Sequence[GpuArray]], bucket: GpuArray) -> None:
-        """Write the sums of tensors whose parts are all here into a bucket."""
-        numbers = set(map(len, lists))
-        if len(numbers) > 1:
-            runs = [list(run) for _, run in itertools.groupby(lists, key=len)]
-            ends = [*itertools.accumulate(sum(parts[0].size for parts in run) for run in runs)]
-            _check_size(ends[-1], bucket)
-            for run, begin, end in zip(runs, [0, *ends], ends, strict=False):
-                self._gather(run, bucket[begin:end])
-            return
-        sizes, every = [parts[0].size for parts in lists], list(zip(*lists, strict=True))
-        if any(list(map(_SIZE, column)) != sizes for column in every):
-            raise ValueError(UNEQUAL)
-        if len(set(map(_DTYPE, itertools.chain(*every)))) > 1:
-            raise ValueError("the tensors of a list have different dtypes")
-        _check_size(sum(sizes), bucket)
-        if bucket.size:
-            columns = [TensorColumn.of(Read, column) for column in every]
-            out = TensorColumn.within(Write, bucket, sizes)
-            launch = self.sum_lists(columns, [out], sizes, lists[0][0].dtype, bucket.dtype)
-            launch.run(counts_of(len(columns)))
 
     def _list(
         self, columns: Sequence[TensorColumn], sizes: Sequence[int], flags: bytes = b"", *, is_kept: bool = True
@@ -676,28 +631,35 @@ class GpuDevice:
                 self._lists[key] = found
         return found
 
-    def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
-        """Write the sum of flat arrays that are all here."""
-        kinds, kind = [gpu_programs.kind_of(part.dtype) for part in parts], gpu_programs.kind_of(out.dtype)
-        into, columns = Write(out.pointer, out.nbytes), [TensorColumn.of(Read, [part]) for part in parts]
-        if len(set(kinds)) > 1:  # one kind is a 16-bit float, and the other float32
-            half = next(each for each in kinds if each in ("f16", "bf16"))
-            listed = self._list(columns, [out.size], bytes(part.dtype.itemsize == 4 for part in parts))
-            arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
-            program, used = gpu_programs.sums(half, kind), [*parts, listed.memory]
-            self.launch(program, "sum_mixed", arguments, out.size, reads=used, writes=[out])
-        elif len(parts) > gpu_programs.ALONE:
-            launch = self.sum_lists(columns, [TensorColumn.of(Write, [out])], [out.size], parts[0].dtype, out.dtype)
-            launch.run(counts_of(len(parts)))
-        else:
-            arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
-            name = gpu_programs.sum_of(len(parts))
-            self.launch(gpu_programs.sums(kinds[0], kind), name, arguments, out.size, reads=parts, writes=[out])
+    def _sums(self, items: Iterable[tuple[Sequence[GpuArray], GpuArray]]) -> None:
+        """Write sums of flat arrays that are all here."""
+        alike: dict[tuple[DType, ...], list[tuple[Sequence[GpuArray], GpuArray]]] = {}
+        for parts, out in items:
+            alike.setdefault((out.dtype, *map(_DTYPE, parts)), []).append((parts, out))
+        for (kind, *kinds), some in alike.items():
+            if len(set(kinds)) > 1:
+                for parts, out in some:
+                    self._sum_mixed(parts, out)
+            elif len(some) == 1 and len(kinds) <= gpu_programs.ALONE:
+                ((parts, out),) = some
+                program = gpu_programs.sums(*map(gpu_programs.kind_of, (kinds[0], kind)))
+                used: list[Argument] = [*(Read(part.pointer, part.nbytes) for part in parts)]
+                used.append(Write(out.pointer, out.nbytes))
+                self.launch(program, gpu_programs.sum_of(len(parts)), used, out.size, reads=parts, writes=[out])
+            else:
+                columns = [TensorColumn.of(Read, column) for column in zip(*(parts for parts, _ in some), strict=True)]
+                outs = TensorColumn.of(Write, [out for _, out in some])
+                self.sum_lists(columns, [outs], [out.size for _, out in some], kinds[0], kind)()
 
-
-def counts_of(parts: int, outs: int = 1) -> list[np.generic]:
-    """Return with what to run sums of lists of so many parts and outs."""
-    return [np.int64(each) for each in ([parts] if parts > gpu_programs.FEW else []) + [outs]]
+    def _sum_mixed(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
+        """Write the sum of parts of a 16-bit float and of float32."""
+        half = next(part.dtype for part in parts if part.dtype.itemsize == 2)
+        columns = [TensorColumn.of(Read, [part]) for part in parts]
+        listed = self._list(columns, [out.size], bytes(part.dtype.itemsize == 4 for part in parts))
+        into = Write(out.pointer, out.nbytes)
+        arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
+        program = gpu_programs.sums(*map(gpu_programs.kind_of, (half, out.dtype)))
+        self.launch(program, "sum_mixed", arguments, out.size, reads=[*parts, listed.memory], writes=[out])
 
 
 def _pieces(nbytes: int) -> list[tuple[int, int]]:

@@ -52,13 +52,11 @@ def cast(array: GpuArray, dtype: DType) -> GpuArray:
     device = array.device
     out = device.empty(array.shape, dtype)
     if F64 in (array.dtype, dtype):
-        program, kernel = gpu_programs.codecs(), "double_narrow" if dtype == F32 else "double_widen"
+        kernel = "double_narrow" if dtype == F32 else "double_widen"
+        arguments = [_read(array), _write(out)]
+        device.launch(gpu_programs.codecs(), kernel, arguments, array.size, reads=[array], writes=[out])
     else:
-        program, kernel = (
-            gpu_programs.sums(gpu_programs.kind_of(array.dtype), gpu_programs.kind_of(dtype)),
-            gpu_programs.sum_of(1),
-        )
-    device.launch(program, kernel, [_read(array), _write(out)], array.size, reads=[array], writes=[out])
+        device.sum([array.reshape(-1)], out.reshape(-1))
     return out
 
 

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.cuda import Cuda, Pointer, Stream, never_freed
@@ -174,8 +175,7 @@ class Borrowing:
     def __init__(self, order: StreamOrdering, device: Callable[[int], GpuDevice]) -> None:
         self.keeper = Keeper(order)
         self.order = order
-        self._device = device
-        self._devices: dict[int, GpuDevice] = {}
+        self._device = cache(device)
         self._callers: dict[tuple[int, int, int], StreamQueue] = {}
         """The program's streams, by device, handle and, of a thread's own, thread."""
         self._arrivals: dict[int, StreamQueue] = {}
@@ -246,10 +246,7 @@ class Borrowing:
 
     def _array(self, view: DeviceView | None) -> GpuArray:
         assert view is not None  # the caller has asked `foreign.is_on_gpu`
-        device = self._devices.get(view.device)
-        if device is None:
-            device = self._devices[view.device] = self._device(view.device)
-        return device.within(Borrowed(view, self.keeper), view.shape, view.dtype)
+        return self._device(view.device).within(Borrowed(view, self.keeper), view.shape, view.dtype)
 
 
 class Loan:

@@ -1,14 +1,14 @@
-"""Calls of a store on arrays of torch or cupy in the memory of one GPU, each planned once.
+"""Calls of a store on arrays of torch or cupy in the memory of GPUs, each planned once.
 
 In training the same tensors come again with every step. What follows from their shapes, dtypes and device (a layout),
 and from their addresses (a plan: tables on the GPU, and what is launched), is kept by the store. A call that comes
 again reads what it was given by a few passes in C over the whole list, compares that with the plan's, and launches:
 
-    plans.call(keys, given, outs, work)      True: it is done, as far as the GPU has been given all of it
-                                             False: it has no plan; look at the arrays one by one
+    plans.call(keys, given, outs, planned, scale)    it is done, as far as the GPUs have been given all of it; or
+                                                     None: it has no plan; look at the arrays one by one
 
-Whatever is unusual has no plan: other libraries, or both, host memory, several GPUs, arrays that are not contiguous,
-outputs that share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
+Whatever is unusual has no plan: other libraries, or both, host memory, arrays that are not contiguous, outputs that
+share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
 
 The order with the program's work is that of `gpu_devices`: ours comes after what is queued on the library's current
 stream and before what will be. One list keeps the program's arrays until our work on them is over.
@@ -19,16 +19,18 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain, pairwise, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from distrun_runtime.arrays import foreign
-from distrun_runtime.arrays.cuda import Read, Use, Write
+from distrun_runtime.arrays.cuda import Read, Write
 from distrun_runtime.arrays.dtypes import DType
 from distrun_runtime.arrays.gpu import GpuDevice, TensorColumn
 from distrun_runtime.arrays.gpu_devices import Gpus
+from distrun_runtime.arrays.gpu_order import StreamQueue
 from distrun_runtime.errors import KVError
 
 PLANS = 64
@@ -57,20 +59,28 @@ class PlannedWork(Protocol):
     def is_valid(self) -> bool:
         """Tell whether the store's arrays are still those of the plan."""
 
-    def run(self) -> None:
-        """Launch it, by the device's queue `work`, which waits for the program's streams and they for it."""
+    def run(self, scale: float) -> None:
+        """Launch it. On each device the queue `work` alone uses arrays of the program: its streams wait for that."""
+
+
+class PlacedColumn(NamedTuple):
+    """An array of each key, and where each is."""
+
+    arrays: TensorColumn
+    devices: Sequence[GpuDevice]
 
 
 class CallArrays(NamedTuple):
-    """The arrays of a call, all on one device. Of several of each key each is a column."""
+    """The arrays of a call. Of several of each key each is a column."""
 
-    device: GpuDevice
-    parts: Sequence[TensorColumn]
+    parts: Sequence[PlacedColumn]
     """To be read: none of a pull."""
-    outs: Sequence[TensorColumn]
+    outs: Sequence[PlacedColumn]
     """To be written: none of a push."""
     are_apart: bool
     """No out shares memory with a part."""
+    is_scaled: bool = False
+    """The sums of the parts are multiplied by a number."""
 
 
 Planned = Callable[[Any, CallArrays], "PlannedWork | None"]
@@ -127,7 +137,10 @@ class _GivenLayout(NamedTuple):
     """The library's."""
     kinds: set[Any]
     """Those, each once."""
-    device: int
+    places: list[int]
+    """Each one's GPU."""
+    devices: set[int]
+    """Those, each once."""
     singles: list[int]
     """Numbers of the arrays of one element. Only these can be contiguous and show other numbers than their memory has:
     torch negates lazily what is every second element of an array of complex numbers."""
@@ -137,21 +150,20 @@ class _GivenLayout(NamedTuple):
         arrays, library = given.arrays, given.library
         return (
             list(map(library.shape, arrays)) == self.shapes
-            and (
-                set(map(library.dtype, arrays)) == self.kinds
-                if len(self.kinds) == 1
-                else list(map(library.dtype, arrays)) == self.dtypes
-            )
-            and set(map(library.device, arrays)) == {self.device}
+            and _are(map(library.dtype, arrays), self.dtypes, self.kinds)
+            and _are(map(library.device, arrays), self.places, self.devices)
             and all(map(library.is_contiguous, arrays))
             and not (self.singles and any(library.is_negative(arrays[number]) for number in self.singles))
         )
 
 
+def _are(found: Iterable[Any], wanted: list[Any], kinds: set[Any]) -> bool:
+    return set(found) == kinds if len(kinds) == 1 else list(found) == wanted
+
+
 @dataclass(eq=False)
 class _KeptPlan:
     layouts: Sequence[_GivenLayout]
-    device: GpuDevice
     work: PlannedWork
     used: int = 0
     """In which call it was used last: that is quicker than to keep the plans in this order."""
@@ -161,19 +173,30 @@ class Plans:
     """The plans of one store. Threads: one at a time."""
 
     def __init__(self, gpus: Gpus) -> None:
-        self._gpus = gpus
+        self._gpu = cache(gpus.get)
         self._order, self._borrowing = gpus.order, gpus.borrowing
         self._libraries: dict[type, _Library | None] = {}
         self._plans: dict[Hashable, _KeptPlan] = {}
         self._calls = 0
 
-    def call(self, keys: KeyShapes, given: Sequence[Any] | None, outs: Sequence[Any] | None, planned: Planned) -> bool:
-        """Make a call, if it has a plan or can have one; tell whether it was made.
+    def call(
+        self,
+        keys: KeyShapes,
+        given: Sequence[Any] | None,
+        outs: Sequence[Any] | None,
+        planned: Planned,
+        scale: float = 1.0,
+    ) -> Callable[[], object] | None:
+        """Make a call, if it has a plan or can have one; None: it was not made.
+
+        Returns what lets the streams that are current when and where it is called wait for the work. Those that are
+        current now do so.
 
         Arguments:
             given: for each key an array, or a list of arrays, to be read.
             outs: likewise, to be written.
             planned: makes the work of a new plan.
+            scale: what the sums are multiplied by.
 
         Raises:
             KVError: a GPU has failed.
@@ -182,41 +205,54 @@ class Plans:
             read = [each for each in (given, outs) if each is not None]
             found = [each for each in map(self._given, repeat(keys), read) if each is not None]
             if len(found) < len(read) or len({each.library.name for each in found}) > 1:
-                return False
-            name = (keys, given is None, *[each.addresses for each in found])
+                return None
+            name = (keys, given is None, scale != 1, *[each.addresses for each in found])
             plan = self._plans.get(name)
             if plan is not None:
                 layouts = plan.layouts
                 if not all(map(_GivenLayout.fits, layouts, found)):
-                    return False
+                    return None
             else:
                 layouts = [each for each in map(_layout_of, repeat(keys), found) if each is not None]
                 if len(layouts) < len(found):
-                    return False
+                    return None
         except _REFUSALS:
-            return False
+            return None
+        devices = layouts[0].devices if len(layouts) == 1 else layouts[0].devices | layouts[1].devices
+        streams = partial(self._streams, found[0].library.name, devices)
         try:
-            stream = foreign.current_stream(found[0].library.name, layouts[0].device)
+            now = streams()
             if plan is None or not plan.work.is_valid():
-                plan = self._planned(keys, layouts, found, given is not None, planned)
+                columns = self._columns(keys, layouts, found, has_parts=given is not None)
+                work = None if columns is None else planned(keys, columns._replace(is_scaled=scale != 1))
+                plan = None if work is None else _KeptPlan(layouts, work)
                 self._keep(name, plan)
         except KVError:  # it captures a CUDA graph, or a GPU has failed
-            return False
-        if plan is None or stream is None:
-            return False
+            return None
+        if plan is None:
+            return None
         plan.used = self._calls = self._calls + 1
-        self._run(plan, stream, [each.arrays for each in found])
-        return True
-
-    def _run(self, plan: _KeptPlan, stream: int, arrays: object) -> None:
-        queue, caller = plan.device.work, self._borrowing.caller(plan.device.physical, stream)
         keeper = self._borrowing.keeper
         keeper.collect()
-        self._order.begin_after(queue, caller)
+        for queue, caller in now:
+            self._order.begin_after(queue, caller)
         try:
-            plan.work.run()
+            plan.work.run(scale)
         finally:
-            keeper.keep_until(self._order.end_before(queue, caller), arrays)
+            for queue, caller in now:
+                keeper.keep_until(self._order.end_before(queue, caller), [each.arrays for each in found])
+        return partial(self._let_follow, streams)
+
+    def _streams(self, library: str, devices: Iterable[int]) -> list[tuple[StreamQueue, StreamQueue]]:
+        """Return each device's queue, and that of the program's current stream there; torch and cupy tell theirs."""
+        caller, stream = self._borrowing.caller, foreign.current_stream
+        return [(self._gpu(each).work, caller(each, cast(int, stream(library, each)))) for each in devices]
+
+    def _let_follow(self, streams: Callable[[], list[tuple[StreamQueue, StreamQueue]]]) -> None:
+        with self._order.locked():
+            for queue, caller in streams():
+                caller.seen.clear()  # as in `StreamOrdering.note_program_use`
+                self._order.follow(caller, [(queue, queue.count)])
 
     def _given(self, keys: KeyShapes, some: Sequence[Any]) -> _Given | None:
         of_each, arrays = 1, tuple(some)  # not the program's list, which it may change
@@ -237,25 +273,21 @@ class Plans:
 
     # New ones
 
-    def _planned(
-        self,
-        keys: KeyShapes,
-        layouts: Sequence[_GivenLayout],
-        found: Sequence[_Given],
-        has_parts: bool,
-        planned: Planned,
-    ) -> _KeptPlan | None:
-        if len({layout.device for layout in layouts}) > 1 or any(0 in each.addresses for each in found):
+    def _columns(
+        self, keys: KeyShapes, layouts: Sequence[_GivenLayout], found: Sequence[_Given], *, has_parts: bool
+    ) -> CallArrays | None:
+        if any(0 in each.addresses or any(map(each.library.is_negative, each.arrays)) for each in found):
             return None
-        if any(any(map(each.library.is_negative, each.arrays)) for each in found):
-            return None
-        parts = _columns(keys, found[0], Read) if has_parts else []
-        outs = _columns(keys, found[-1], Write) if len(found) > has_parts else []
-        if not _are_apart(outs):
-            return None
-        gpu = self._gpus.get(layouts[0].device)
-        work = planned(keys, CallArrays(gpu, parts, outs, _are_apart([*parts, *outs])))
-        return None if work is None else _KeptPlan(layouts, gpu, work)
+        nbytes = [math.prod(shape) * kind.itemsize for shape, kind in zip(keys.shapes, keys.dtypes, strict=True)]
+        parts: list[PlacedColumn] = []
+        outs: list[PlacedColumn] = []
+        for number, (layout, given) in enumerate(zip(layouts, found, strict=True)):
+            columns, use = (parts, Read) if has_parts and not number else (outs, Write)
+            gpus = list(map(self._gpu, layout.places))
+            for first in range(given.of_each):  # first the first array of each key, then the second ones
+                one = slice(first, None, given.of_each)
+                columns.append(PlacedColumn(TensorColumn(use, given.addresses[one], nbytes), gpus[one]))
+        return CallArrays(parts, outs, _are_apart([*parts, *outs])) if _are_apart(outs) else None
 
     def _keep(self, name: Hashable, plan: _KeptPlan | None) -> None:
         """Keep a plan, in place of the one that was used longest ago; None: there is none of this name any more."""
@@ -267,7 +299,7 @@ class Plans:
 
 
 def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
-    """Return the layout of arrays, which have it; None: these do not fit the keys, or are not on one GPU."""
+    """Return the layout of arrays, which have it; None: these do not fit the keys, or are not on GPUs."""
     arrays, library = given.arrays, given.library
     shapes = [shape for shape in keys.shapes for _ in range(given.of_each)]
     kinds = [kind for kind in keys.dtypes for _ in range(given.of_each)]
@@ -278,19 +310,14 @@ def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
     if library.name == "torch" and {array.device.type for array in arrays} != {"cuda"}:
         return None
     singles = [number for number, size in enumerate(sizes) if size == 1]
-    made = _GivenLayout(shapes, dtypes, set(dtypes), int(library.device(arrays[0])), singles)
+    places = list(map(int, map(library.device, arrays)))
+    made = _GivenLayout(shapes, dtypes, set(dtypes), places, set(places), singles)
     return made if made.fits(given) else None
 
 
-def _columns(keys: KeyShapes, given: _Given, use: Use) -> list[TensorColumn]:
-    """Return what is given of all keys: first the first array of each key, then the second ones."""
-    nbytes = [math.prod(shape) * kind.itemsize for shape, kind in zip(keys.shapes, keys.dtypes, strict=True)]
-    return [TensorColumn(use, given.addresses[first :: given.of_each], nbytes) for first in range(given.of_each)]
-
-
-def _are_apart(columns: Sequence[TensorColumn]) -> bool:
+def _are_apart(columns: Sequence[PlacedColumn]) -> bool:
     """Tell whether no two arrays share memory."""
     spans = sorted(
-        (begin, begin + size) for each in columns for begin, size in zip(each.addresses, each.nbytes, strict=True)
+        (begin, begin + size) for each, _ in columns for begin, size in zip(each.addresses, each.nbytes, strict=True)
     )
     return all(one[1] <= other[0] for one, other in pairwise(spans))

@@ -24,12 +24,15 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import control_groups, touch
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import RuntimeFault
 
 PAGE = mmap.PAGESIZE
@@ -198,7 +201,7 @@ class Pool:
         """Return a new array of undefined content; None: there is no shared memory for it, see `why_not`."""
         count = math.prod(shape)
         size = _rounded(max(1, count * dtype.itemsize))
-        if os.getpid() != self._pid or not hasattr(os, "memfd_create"):
+        if own_pid() != self._pid or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
             place = self._found(size)
@@ -382,12 +385,24 @@ def _made(size: int) -> Segment:
         # All of it now: a page that is missing later would end the process that touches it.
         os.posix_fallocate(fd, 0, size)
         memory = mmap.mmap(fd, size)
+        if _has_large_pages():
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if size > FIRST_BYTES:  # at `init`, rather than in the first rounds
+            touch(np.frombuffer(memory, np.uint8), is_written=True)
         seal(fd, is_read_only=True)
     except BaseException:
         os.close(fd)
         raise
     weakref.finalize(memory, close_unless_forked, fd, os.getpid()).atexit = False
     return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
+
+
+@lru_cache(maxsize=1)
+def _has_large_pages(path: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> bool:
+    """Whether the system uses large pages for anonymous files that ask for them; mostly it does not."""
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+        return file.read().partition("[")[2].partition("]")[0] in {"advise", "within_size"}
+    return False
 
 
 def close_unless_forked(fd: int, pid: int) -> None:
@@ -515,22 +530,10 @@ def _machine_left() -> int | None:
 
 
 def _groups_left(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> list[int]:
-    from pathlib import Path  # numpy and zmq do not import it
-
     found = []
-    with contextlib.suppress(OSError):
-        for line in Path(own).read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            top = Path(root, "memory") if controllers else Path(root)
-            names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
-            folder = top / path.lstrip("/")
-            # A group's limit holds for those below it.
-            for each in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):
-                    limit, used = (int((each / (f"memory.{name}")).read_text()) for name in names)
-                    found.append(max(0, limit - used))
-                if each == top:
-                    break
+    for folder, is_first_version in control_groups("memory", root, own):
+        names = ("limit_in_bytes", "usage_in_bytes") if is_first_version else ("max", "current")
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in names)
+            found.append(max(0, limit - used))
     return found

@@ -95,6 +95,13 @@ def has_pidfd() -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=None)
+def own_pid() -> int:
+    """Return what `os.getpid` does, without a system call each time."""
+    os.register_at_fork(after_in_child=own_pid.cache_clear)
+    return os.getpid()
+
+
 def become_subreaper() -> bool:
     """Make orphans below this process its children, instead of init's; return whether that worked (Linux 3.4)."""
     if is_portable():

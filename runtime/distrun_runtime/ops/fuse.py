@@ -7,7 +7,7 @@ state, and rounds the weight once. The results are the same bits, except for the
 
 Kernels are cached by structure: another learning rate or number of updates is another argument of the same kernel. Only
 a decision in the rule, such as `if rates.wd`, gives another structure. The ones to expect are in `Fused.program`, to be
-compiled before the first step. Each comes twice: for one weight, and for a list of weights that take the same step.
+compiled before the first step. Each goes over a list of weights that take the same step.
 
 Only built-in rules are fused. Rules and updaters of users run on a CPU, because nothing proves that a recorded run of
 them says everything. Of the built-in rules these are not fused:
@@ -66,24 +66,23 @@ class StateArray:
 
 @dataclass(frozen=True, eq=False)
 class FusedStep:
-    """What to launch for one step of a weight, or of any run of its elements."""
+    """What to launch for one step of weights, or of any runs of their elements."""
 
     program: Program
     kernel: Kernel
-    """Its arrays are named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need are missing.
-    Its scalars follow them."""
-    listed: Kernel
-    """The same for a list of weights: `gpu.ListLaunch` takes it."""
+    """For a list of weights: `gpu.ListLaunch` takes it."""
+    arrays: tuple[KernelParameter, ...]
+    """The columns of its table, named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need
+    are missing."""
     scalars: tuple[np.generic, ...]
-    """In the order of the kernels' parameters, each of its parameter's type."""
+    """In the order of the kernel's parameters, each of its parameter's type."""
 
 
 @dataclass(frozen=True)
 class _Code:
     kernel: Kernel
+    arrays: tuple[KernelParameter, ...]
     body: str
-    listed: Kernel
-    listed_body: str
     places: tuple[int, ...]
     """Which of the recorded scalars are the kernel's arguments."""
 
@@ -122,7 +121,7 @@ class Fused:
             parts: of the gradient's parts, at least one: the weight's dtype or its work dtype.
 
         Raises:
-            Untraceable: the rule cannot be fused; says why, and at which line of its code.
+            Untraceable: the rule cannot be fused; says why.
             KVError: the rule has no weights of this dtype.
         """
         reason = why_not(rule)
@@ -135,9 +134,7 @@ class Fused:
                 text = f"a gradient of {name_of(each)} for a weight of {name_of(dtype)}: expected its dtype"
                 raise Untraceable(text + ("" if work == dtype else f" or {name_of(work)}"))
         self.rule = rule
-        self.dtype = dtype
-        self.parts = tuple(parts)
-        self._kind, self._work = kind_of(dtype), kind_of(work)
+        self._kind = kind_of(dtype)
         self._kinds = tuple(kind_of(each) for each in parts)
         self._has_master = bool(rule.params.get("multi_precision")) and work != dtype
         self.states = self._started()
@@ -150,11 +147,6 @@ class Fused:
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
-
-    @property
-    def structures(self) -> int:
-        """Return how many kernels there are so far. More than before the first step: one was not to be expected."""
-        return len(self._codes)
 
     def step(self, rates: Rates) -> FusedStep:
         """Return what to launch for a step with these numbers.
@@ -181,7 +173,7 @@ class Fused:
             found = self._programs[name] = _program(name, (code,))
         if len(self._recent) >= _RECENT:
             self._recent.clear()
-        result = self._recent[numbers] = FusedStep(found, code.kernel, code.listed, scalars)
+        result = self._recent[numbers] = FusedStep(found, code.kernel, code.arrays, scalars)
         return result
 
     # --- recording
@@ -193,7 +185,7 @@ class Fused:
         loaded: Dict[str, Symbol] = {}
         for each in self.states:
             loaded[each.name] = self._loaded(trace, STATE % each.name, kind_of(each.dtype))
-        before = {name: symbol.value() for name, symbol in loaded.items()}
+        before = {name: symbol.node for name, symbol in loaded.items()}
         state.update(cast(State, loaded))
         work = loaded["master"] if self._has_master else weight
         gradient = self._loaded(trace, PART % 0, self._kinds[0])
@@ -210,15 +202,12 @@ class Fused:
                 code = self._codes.get(key)
                 if code is None:
                     code = self._codes[key] = _written(self.rule.name, self._kind, tuple(trace.arrays), *key)
-                kinds = [each.kind for each in code.kernel.parameters if each.access is Access.SCALAR]
+                kinds = [each.kind for each in code.kernel.parameters[2:-1]]  # those of the step
                 scalars = [
                     KINDS[kind].type(trace.scalars[place]) for kind, place in zip(kinds, code.places, strict=True)
                 ]
-        except Untraceable as err:
-            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
         except Exception as err:  # whatever its code does that symbols have not
-            text = f"rule {self.rule.name!r} cannot be fused: it raised {type(err).__name__}: {err}"
-            raise Untraceable(text) from err
+            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from err
         return code, tuple(scalars)
 
     def _loaded(self, trace: RuleTrace, name: str, kind: str) -> Symbol:
@@ -236,25 +225,19 @@ class Fused:
             if not isinstance(symbol, Symbol) or symbol.dtype != each.dtype:
                 raise Untraceable(f"it puts something else in place of the state array {each.name!r}")
             if symbol.node != before[each.name]:
-                result.append((STATE % each.name, symbol.value()))
-        return (*result, (WEIGHT, work.value()))
+                result.append((STATE % each.name, symbol.node))
+        return (*result, (WEIGHT, work.node))
 
     def _started(self) -> tuple[StateArray, ...]:
         trace = RuleTrace()
         weight = self._loaded(trace, WEIGHT, self._kind)
         node = weight.node
         result = []
-        try:
-            begun: Dict[str, object] = dict(self.rule.start(cast(Array, weight)))
-            for name, symbol in begun.items():
-                if not isinstance(symbol, Symbol):
-                    raise Untraceable(f"its state has {name!r}, which is no array")
-                is_zero = trace.nodes[symbol.value()][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
-                if not is_zero and symbol.value() != node:
-                    raise Untraceable(f"its state array {name!r} starts neither as zeros nor as the weight")
-                result.append(StateArray(name, symbol.dtype, not is_zero))
-        except Untraceable as err:
-            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
+        for name, symbol in cast("Dict[str, Symbol]", dict(self.rule.start(cast(Array, weight)))).items():
+            is_zero = trace.nodes[symbol.node][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
+            if not is_zero and symbol.node != node:
+                raise Untraceable(f"{self.rule.name!r}: state {name!r} starts neither as zeros nor as the weight")
+            result.append(StateArray(name, symbol.dtype, not is_zero))
         if self._has_master:
             result.append(StateArray("master", weight.dtype, is_weight=True))
         return tuple(result)
@@ -288,26 +271,18 @@ def together(name: str, fused: Sequence[Fused]) -> Program:
 # Writing C
 
 _WRITTEN = {
-    **{"widen": "widen({0})", "positive": "{0}", "where": "{0} ? {1} : {2}"},
-    **{"divide": "{0} / {1}", "reciprocal": "({kind})1 / {0}", "square": "{0} * {0}", "negative": "negative({0})"},
-    **{"sqrt": "root({0})", "absolute": "magnitude({0})", "sign": "sign({0})", "clip": "clip({0}, {1}, {2})"},
-    **{"maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})"},
-    "copysign": "is_negative({1}) ? negative(magnitude({0})) : magnitude({0})",
+    **{"widen": "widen({0})", "cast": "({kind}){0}", "where": "{0} ? {1} : {2}", "clip": "clip({0}, {1}, {2})"},
+    **{"divide": "{0} / {1}", "negative": "negative({0})", "sqrt": "root({0})", "absolute": "magnitude({0})"},
+    **{"sign": "sign({0})", "maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})"},
     **{"less": "{0} < {1}", "less_equal": "{0} <= {1}", "greater": "{0} > {1}", "greater_equal": "{0} >= {1}"},
     **{"equal": "{0} == {1}", "not_equal": "{0} != {1}"},
-    **{"isnan": "is_nan({0})", "isfinite": "is_finite({0})", "isinf": "!is_nan({0}) && !is_finite({0})"},
-    **{"logical_and": "{0} && {1}", "logical_or": "{0} || {1}", "logical_xor": "{0} != {1}", "logical_not": "!{0}"},
-    "cast": "({kind}){0}",
 }
 _OF_FLOATS = {"add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}"}
 _OF_INTEGERS = {  # unsigned: there they wrap around
     **{"add": "({kind})((u64){0} + (u64){1})", "subtract": "({kind})((u64){0} - (u64){1})"},
-    **{"multiply": "({kind})((u64){0} * (u64){1})", "square": "({kind})((u64){0} * (u64){0})"},
-    "negative": "({kind})(0 - (u64){0})",
+    **{"multiply": "({kind})((u64){0} * (u64){1})", "negative": "({kind})(0 - (u64){0})"},
 }
 _HELPERS = """\
-HELPER bool is_negative(f32 x) { return bits_of(x) >> 31 != 0; }
-HELPER bool is_negative(f64 x) { return bits_of(x) >> 63 != 0; }
 /* Elements before the first one at a multiple of 16 bytes, at most n. */
 template <typename T> HELPER i64 before_aligned(const T *array, i64 n)
 {
@@ -318,8 +293,7 @@ template <typename T> HELPER i64 before_aligned(const T *array, i64 n)
 
 @lru_cache(maxsize=1024)
 def _program(name: str, codes: tuple[_Code, ...]) -> Program:
-    functions = [pair for code in codes for pair in ((code.kernel, code.body), (code.listed, code.listed_body))]
-    return program(name, functions, helpers=_HELPERS)
+    return program(name, [(code.kernel, code.body) for code in codes], helpers=_HELPERS)
 
 
 @lru_cache(maxsize=1024)
@@ -352,12 +326,10 @@ def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ..
         lines.append(f"const {result} v{number} = {text};")
     for name, number in outputs:
         lines.append(f"{name} = narrow<{kind}>(v{number});" if name == WEIGHT else f"{name} = v{number};")
-    one = _one(arrays, lines)
-    body, listed_body = (_indented([*one, *loops]) for loops in (_loops(arrays), _loops_of_list(arrays)))
+    body = "\n".join(f"    {line}" for line in [*_one(arrays, lines), *_loops(arrays)])
     text = "\n".join([*(each.declaration() for each in (*arrays, *scalars)), body])
-    kernel = f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    listed = Kernel(f"{kernel}_list", (TABLE, OFFSETS, *scalars, TENSORS))
-    return _Code(Kernel(kernel, (*arrays, *scalars)), body, listed, listed_body, tuple(places))
+    kernel = Kernel(f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}", (TABLE, OFFSETS, *scalars, TENSORS))
+    return _Code(kernel, arrays, body, tuple(places))
 
 
 def _needed(nodes: tuple[Node, ...], outputs: Outputs) -> set[int]:
@@ -413,15 +385,6 @@ def _wide(arrays: tuple[KernelParameter, ...], place: str) -> list[str]:
 
 
 def _loops(arrays: tuple[KernelParameter, ...]) -> list[str]:
-    """Return loops over the elements of one weight: by 16 bytes where all addresses allow it."""
-    count, names = _width(arrays), [each.name for each in arrays]
-    text = ["i64 done = 0;", f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{"]
-    text += [f"    done = n / {count} * {count};", f"    EACH (j, n / {count}) {{"]
-    text += [f"    {line}" for line in _wide(arrays, f"{count} * j")]
-    return [*text, "    }", "}", "EACH (i, n - done)", f"    one({', '.join(f'{name}[done + i]' for name in names)});"]
-
-
-def _loops_of_list(arrays: tuple[KernelParameter, ...]) -> list[str]:
     """Return loops over the elements of a list of weights, which blocks share: by 16 bytes where a weight allows it."""
     count, names = _width(arrays), [each.name for each in arrays]
     finest = min(arrays, key=lambda each: KINDS[each.kind].itemsize)
@@ -441,7 +404,3 @@ def _loops_of_list(arrays: tuple[KernelParameter, ...]) -> list[str]:
     inner += ["    const i64 place = i < head ? i : i + whole;"]
     inner += [f"    one({', '.join(f'{name}[place]' for name in names)});", "}", "at += size;"]
     return [*text, *(f"        {line}" for line in inner), "    }", "}"]
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
+from distrun_runtime.arrays.device import CpuDevice, Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
@@ -166,15 +166,7 @@ def step(
     if len(weight) <= CHUNK and len(parts) == 1:
         rule.step(weight, parts[0], state, knobs)
         return
-    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    begun = {name: value for name, value in state.items() if name not in arrays}
-
-    def step_over(run: slice) -> None:
-        """Step over a part of the weight, which another thread does not touch."""
-        own: State = {**begun, **{name: value[run] for name, value in arrays.items()}}
-        rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
-        state["updates"] = own["updates"]
-
+    step_over = _by_parts(rule, WeightStep(weight, parts, state, knobs), device)
     if device is None or len(weight) <= CHUNK:
         step_over(slice(0, len(weight)))
     else:
@@ -190,6 +182,20 @@ class WeightStep(NamedTuple):
     knobs: Knobs
 
 
+def _by_parts(rule: Rule, item: WeightStep, device: Device | None) -> Callable[[slice], None]:
+    """Return what makes the step over a part of the weight; threads may do so with parts that do not overlap."""
+    weight, parts, state, knobs = item
+    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    begun = {name: value for name, value in state.items() if name not in arrays}
+
+    def step_over(run: slice) -> None:
+        own: State = {**begun, **{name: value[run] for name, value in arrays.items()}}
+        rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
+        state["updates"] = own["updates"]
+
+    return step_over
+
+
 def step_all(rule: Rule, items: Sequence[WeightStep], *, device: Device | None = None) -> None:
     """Make the steps of several weights, all in host memory or all on GPUs, none of which overlap: as `step` does.
 
@@ -198,6 +204,12 @@ def step_all(rule: Rule, items: Sequence[WeightStep], *, device: Device | None =
     """
     if items and not is_on_host(items[0].weight):
         _steps_on_gpu(rule, items)
+        return
+    sizes = [len(each.weight) for each in items]
+    if isinstance(device, CpuDevice) and len(items) > 1 and device.shares(sum(sizes)):
+        _keep_memory()
+        over = [_by_parts(rule, each, device) for each in items]
+        device.share(sizes, lambda number, run: over[number](run))
         return
     for each in items:
         step(rule, *each, device=device)
@@ -238,9 +250,8 @@ class _SameStep:
     device: GpuDevice
     fused: Fused
     knobs: Knobs
-    updates: int
-    """Of each of them so far."""
     states: List[State]
+    """The first one counts the updates of all, until `GpuSteps.count`."""
     sizes: List[int]
     arrays: Dict[str, List[TensorColumn]]
     """For each array of the kernel one column a weight; what the kernel does with them is not said."""
@@ -254,12 +265,15 @@ class GpuSteps:
     Arguments:
         items: all on one device each.
         given: in place of the items' parts: those of all items, in the weights' dtypes.
+        is_work: these are in their work dtypes.
 
     Raises:
         KVError: an array is not where its weight is, or of another size.
     """
 
-    def __init__(self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = ()) -> None:
+    def __init__(
+        self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = (), *, is_work: bool = False
+    ) -> None:
         from distrun_runtime.arrays.cuda import Read
         from distrun_runtime.arrays.gpu import TensorColumn
         from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
@@ -278,14 +292,15 @@ class GpuSteps:
                     found = "an array of numpy's" if is_on_host(array) else repr(array)
                     where = f"{name} with {weight.size} elements on {weight.device.name}"
                     raise KVError(f"rule {rule.name!r}: expected {where}, found {found}")
-            parts = tuple(part.dtype for part in item.parts) or (weight.dtype,) * len(given)
+            kind = work_dtype(weight.dtype) if is_work else weight.dtype
+            parts = tuple(part.dtype for part in item.parts) or (kind,) * len(given)
             knobs = item.knobs
             updates = cast(int, state.get("updates", 0))
             key = (weight.device, weight.dtype, parts, updates, knobs.lr_mult, knobs.wd_mult)
             alike = self._alike.get(key)
             if alike is None:
                 fused = _fused(rule, weight.dtype, parts)
-                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, updates, [], [], {})
+                alike = self._alike[key] = _SameStep(weight.device, fused, knobs, [], [], {})
             alike.states.append(state)
             alike.sizes.append(weight.size)
             columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
@@ -297,7 +312,7 @@ class GpuSteps:
         """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
         made: Dict[Tuple[object, ...], Tuple[FusedStep, List[_SameStep]]] = {}
         for alike in self._alike.values():
-            step = alike.fused.step(self._rule.rates({"updates": alike.updates}, alike.knobs))
+            step = alike.fused.step(self._rule.rates({"updates": alike.states[0]["updates"]}, alike.knobs))
             numbers = [scalar.tobytes() for scalar in step.scalars] if len(self._alike) > 1 else ()
             made.setdefault((alike.device, step.kernel.name, *numbers), (step, []))[1].append(alike)
         for step, some in made.values():
@@ -305,19 +320,21 @@ class GpuSteps:
             if key not in self._launches:
                 self._launches[key] = _launch_of(step, some)
             self._launches[key](step.scalars)
-            for alike in some:
-                alike.updates += 1
+            self._skip(some, 1)
 
     def skip(self, updates: int) -> None:
         """Take so many updates of each weight for made: something else has made them."""
-        for alike in self._alike.values():
-            alike.updates += updates
+        self._skip(self._alike.values(), updates)
+
+    def _skip(self, some: Iterable[_SameStep], updates: int) -> None:
+        for alike in some:
+            alike.states[0]["updates"] = cast(int, alike.states[0]["updates"]) + updates
 
     def count(self) -> None:
         """Say in the states how many updates the weights have had."""
         for alike in self._alike.values():
             for state in alike.states:
-                state["updates"] = alike.updates
+                state["updates"] = alike.states[0]["updates"]
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
@@ -331,16 +348,14 @@ def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
 def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:
     """Return what launches the kernel of a step for weights that take it, with its scalars."""
     from distrun_runtime.arrays.gpu import ListLaunch, TensorColumn
-    from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
     device, sizes = some[0].device, [size for alike in some for size in alike.sizes]
     columns = [
         TensorColumn.joined(USES[each.access], [one for alike in some for one in alike.arrays[each.name]])
-        for each in made.kernel.parameters
-        if each.access is not Access.SCALAR
+        for each in made.arrays
     ]
-    return ListLaunch(device, made.program, made.listed.name, columns, sizes, alone=made.kernel.name).run
+    return ListLaunch(device, made.program, made.kernel.name, columns, sizes).run
 
 
 def _chunks(

@@ -8,13 +8,13 @@ made in the order of ranks.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import DeviceArray, Run, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -36,7 +36,9 @@ _JOINED_ELEMENTS = 1 << 14
 
 
 LAYOUTS = 1024
-"""So many layouts of messages are kept for a store."""
+"""So many layouts of messages are kept for a store, and of so many the rule's steps."""
+GPU_STEPS = 64
+"""So many lists of the addresses of parts are kept of each."""
 
 
 # What messages bring
@@ -78,15 +80,6 @@ def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
     known = values.layouts.get((id(shards), sizes))
     if known is not None and known.shards is shards:
         return known
-    found, places = laid_out(values, shards, sizes)
-    made = values.layouts[id(shards), sizes] = Layout(shards, found, places)
-    while len(values.layouts) > LAYOUTS:
-        del values.layouts[next(iter(values.layouts))]
-    return made
-
-
-def laid_out(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
-    """Return the runs of shards whose elements are in arrays of these sizes, end to end, and where each run's are."""
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
@@ -97,7 +90,10 @@ def laid_out(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[lis
             begin = int(limits[number])
             number += 1
         places.append((number, run.offset - begin, run.offset - begin + run.end - run.begin))
-    return found, places
+    made = values.layouts[id(shards), sizes] = Layout(shards, found, places)
+    while len(values.layouts) > LAYOUTS:
+        del values.layouts[next(iter(values.layouts))]
+    return made
 
 
 def contributions(values: Values, batch: role.Batch) -> Iterator[tuple[int, Contribution]]:
@@ -148,9 +144,7 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
         for each in np.unique(where):
             add_given(values, of, code, given.take(np.flatnonzero(where == each), values))
     elif first == 0:
-        number = max(of.held, default=0) + 1
-        of.held[number] = given
-        of.where[given.shards] = number
+        of.hold(given.shards, given)
     elif first == SUM_BY_SHARD:
         for run, part in zip(given.runs, given.parts, strict=True):
             for shard, _, [piece] in values.apart(given.shards, run, [part]):
@@ -185,12 +179,15 @@ def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *,
         is_much: only to be done if nothing has to be added now.
     """
     known = values.round_of(number)
-    new = np.count_nonzero(known.where[of.index] == 0)
+    new = len(of.shards) if of.has(known.where, 0) else np.count_nonzero(known.where[of.index] == 0)
     if is_much and new < len(of.shards):
         return False
     known.open += new
     try:
-        add_given(values, known, of.code, given)
+        if new == len(of.shards):
+            known.hold(of.index, given)
+        else:
+            add_given(values, known, of.code, given)
     except Exception:
         known.where[of.shards[known.where[of.shards] == 0]] = SUM_IN_ARENA  # as they were counted
         raise
@@ -204,35 +201,34 @@ def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *
         last: the last contributions of the round.
         is_much: not to be done.
     """
-    known, side, place = values.rounds.get(number), values.side_of(of), 0
-    lent = values.lent[side, of.index]
-    is_lent = lent.tobytes() != of.none if side >= 0 else bool(values.lent[:, of.index].any())
-    is_special = is_much or (is_lent and (side < 0 or not lent.all())) or bool(values.encoded)
+    known, side, place = values.rounds.get(number), of.progress.side, 0
+    is_lent = not of.has(values.lent[side], 0) if side >= 0 else bool(values.lent[:, of.index].any())
+    is_special = is_much or (is_lent and (side < 0 or not values.lent[side, of.index].all())) or bool(values.encoded)
     if is_special or not (values.rule is None or values.is_flat(of.code)):
         return False
-    parts = [last.parts]
+    addends: list[Sequence[DeviceArray]] = [(part,) for part in last.parts]
     if known is not None:
-        place = int(known.where[of.shards[0]])
-        if known.lost or known.by_shard or known.by_rank or known.where[of.index].tobytes() != of.all(place):
+        place = known.where.item(of.first)
+        if known.lost or known.by_shard or known.by_rank or not of.has(known.where, place):
             return False
         if place > 0:
-            if not known.held[place].is_like(last):
+            held = known.held[place]
+            if held.runs is not last.runs and not held.is_like(last):
                 return False
-            parts.insert(0, known.held[place].parts)
+            addends = list(zip(held.parts, last.parts))  # noqa: B905 (as many)
         elif place == SUM_IN_ARENA:
-            parts.insert(0, of.views(values.sums(known, of.code)))
-    addends = list(zip(*parts, strict=True))
+            addends = list(zip(of.views(values.sums(known, of.code)), last.parts, strict=True))
     if values.rule is not None:
         _update(values, of.code, of.shards, last.runs, addends, turn=(SYNC, number), result=UpdateResult())
+        of.progress.side = values.side_of(of)
     else:
-        values.gather(of.shards)
-        side = values.free_side(side, of.shards) if is_lent else int(values.side[of.shards[0]])
-        if side not in of.targets:
-            of.targets[side] = of.views(values.arenas[of.code], side)
-        values.write_sums(list(zip(addends, of.targets[side], strict=True)), [(of.index, side)])
+        if side < 0:
+            values.gather(of.shards)
+            side = of.progress.side = values.side_of(of)
+        values.write_alike(of, addends, values.free_side(side, of.index) if is_lent else side)
     if known is not None:
         known.held.pop(place, None)
-    values.forget_sums(number, of.shards)
+        values.forget_alike(number, of) if place else values.forget_sums(number, of.shards)
     return True
 
 
@@ -443,6 +439,10 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     values.gather(shards)
+    if values.rule is not None and _step_together(values, code, shards, found, parts):
+        return
+    size = sum(run.end - run.begin for run in found)
+    is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
     steps: list[tuple[Array, update.WeightStep]] = []
     sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
     sides: list[tuple[Array, int]] = []
@@ -457,12 +457,111 @@ def _update(
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
         steps += steps_of(values, code, here, piece, weight=target, parts=addends)
-        if values.is_on_host:  # while they are in the processor's cache
+        if is_alone:  # while they are in the processor's cache
             step_all(values, steps)
             steps = []
     if sums:
         values.write_sums(sums, sides)
     step_all(values, steps)
+
+
+@dataclass(eq=False)
+class _StepPlan:
+    """The rule's steps over shards whose values are on one side, where no reply reads them."""
+
+    shards: Array
+    found: Sequence[Run]
+    side: int
+    counts: bytes
+    """How many updates each shard has had."""
+    steps: list[tuple[int, int, int, Array, update.WeightStep]]
+    """Of a run by its number, first and last element in it, the shards, and the step without parts."""
+    on_gpu: dict[Any, update.GpuSteps] = field(default_factory=dict)
+    """By where the parts are."""
+
+
+def update_by(values: Values, code: int, shards: Array, sizes: tuple[int, ...], arrays: Iterable[DeviceArray]) -> None:
+    """Update dense shards of one dtype, of which no reply reads any, by a flat rule or by none.
+
+    Arguments:
+        arrays: flat ones of these sizes, which have the shards' sums end to end; each is asked for when those before it
+            are used.
+    """
+    _, found, places = layout(values, shards, sizes)
+    parts = _cut(places, arrays)
+    if values.rule is None or not _step_together(values, code, shards, found, parts):
+        _update(values, code, shards, found, list(parts), turn=(SYNC, 0), result=UpdateResult())
+
+
+def _cut(places: Sequence[tuple[int, int, int]], arrays: Iterable[DeviceArray]) -> Iterator[list[DeviceArray]]:
+    there, at, array = iter(arrays), -1, cast(Any, None)
+    for number, begin, end in places:
+        while at < number:
+            at, array = at + 1, next(there)
+        yield [array[begin:end]]
+
+
+def _step_together(
+    values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
+) -> bool:
+    """Make the steps of shards of which none is lent; False: some are, or they are on several sides."""
+    sides, counts = values.side[shards], values.steps[shards].tobytes()
+    side = int(sides[0])
+    if (sides != side).any() or values.lent[side, shards].any():
+        return False
+    # Kept again when all steps are made: one that was interrupted has other counts than the shards.
+    plan: _StepPlan | None = values.step_plans.pop(id(found), None)
+    if plan is None or plan.shards is not shards or plan.side != side or plan.counts != counts:
+        plan = _StepPlan(shards, found, side, counts, [])
+        for number, run in enumerate(found):
+            here, begin = shards[run.first : run.last], 0
+            weight = values.arenas[code].view(run.begin, run.end, side)
+            for some, one in steps_of(values, code, here, run, weight=weight, parts=()):
+                end = begin + len(one.weight)
+                plan.steps.append((number, begin, end, some, one))
+                begin = end
+    if values.is_on_host:
+        there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
+        assert isinstance(values.device, CpuDevice)
+        is_alone = not values.device.shares(sum(run.end - run.begin for run in found))
+        steps: list[tuple[Array, update.WeightStep]] = []
+        for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
+            while at < number:
+                at, given = at + 1, next(there)
+            own = [part[begin:end] for part in given]
+            steps.append((some, update.WeightStep(weight, own, state, knobs)))
+            if is_alone:  # while they are in the processor's cache
+                step_all(values, steps)
+                steps = []
+        step_all(values, steps)
+    else:
+        _step_on_gpu(values, plan, list(parts))
+    plan.counts = values.steps[shards].tobytes()
+    values.step_plans[id(found)] = plan
+    while len(values.step_plans) > LAYOUTS:
+        del values.step_plans[next(iter(values.step_plans))]
+    return True
+
+
+def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[DeviceArray]]) -> None:
+    assert values.rule is not None
+    # Their use, as memory at the same address may be another block.
+    where = tuple((part.address, id(part.memory.uses)) for its in parts for part in its)
+    steps = plan.on_gpu.get(where)
+    if steps is None:
+        if len(plan.on_gpu) >= GPU_STEPS:
+            plan.on_gpu.clear()
+        items = [
+            update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
+            for number, begin, end, _, (weight, _, state, knobs) in plan.steps
+        ]
+        steps = plan.on_gpu[where] = update.GpuSteps(values.rule, items)
+    try:
+        steps.make()
+    finally:
+        steps.count()
+        for _, _, _, some, one in plan.steps:
+            values.steps[some] = cast(int, one.state["updates"])
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:

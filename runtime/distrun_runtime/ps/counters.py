@@ -229,14 +229,18 @@ class Lags:
         """When the contribution of each worker came, in that order."""
         self._rounds: deque[_SampledRound] = deque(maxlen=metrics.LAG_ROUNDS)
 
+    def wants(self, number: int, now: float) -> bool:
+        """Return whether a contribution to round `number`, which comes now, is to be noted (`contributed`)."""
+        if number > self._newest:
+            self._newest = number
+            # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
+            if now >= self.over_at + APART_S and (self._round < 0 or number > self._round + 1):
+                self._round, self._at = number, {}
+        return number == self._round
+
     def contributed(self, ranks: Sequence[int], number: int, members: int, now: float) -> None:
         """Take note of a contribution to round `number`, which is over with those of so many `members`."""
-        is_first = number > self._newest
-        self._newest = max(self._newest, number)
-        # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
-        if is_first and now >= self.over_at + APART_S and (self._round < 0 or number > self._round + 1):
-            self._round, self._at = number, {}
-        if number != self._round:
+        if not self.wants(number, now):
             return
         for rank in ranks:
             self._at.setdefault(rank, now)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from distrun_runtime.arrays.device import CpuDevice, Device, on_host
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -41,6 +41,7 @@ from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
 from distrun_runtime.transport import base as transport
+from distrun_runtime.transport.host_segments import is_shared
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
@@ -103,7 +104,8 @@ class WorkEngine:
         """What replies carried that have left; the next work gives it back."""
         self._open = 0
         """How much work was handed to the thread whose result was not taken yet."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[tuple[role.EngineWork, int]] = deque()
         self._queued_bytes = 0
         self._results: deque[role.WorkDone] = deque()
@@ -173,18 +175,20 @@ class WorkEngine:
         return self._values.values()
 
     def does_now(
-        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, is_last: bool, is_shared: bool
+        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, frame: Buffer, is_last: bool
     ) -> bool:
         """Do an Add (`arithmetic.add_alike`) or Apply (`apply_alike`) at once if it is little work; False: it is not.
 
         If it fails, the next Apply of these shards does.
 
         Arguments:
+            frame: the first that brings it.
             is_last: the round is complete with what is given.
-            is_shared: that is memory of the sender.
         """
         self._give_back()
-        began, is_much = time.monotonic(), of.size >= self._much_bytes * (SHARED if is_shared else 1)
+        began, is_much = time.monotonic(), of.size >= self._much_bytes
+        if is_much and is_shared(frame):
+            is_much = of.size >= self._much_bytes * SHARED
         try:
             do = arithmetic.apply_alike if is_last else arithmetic.add_alike
             is_done = do(values, number, of, given, is_much=is_much)
@@ -263,7 +267,7 @@ class WorkEngine:
 
     def sent(self, lent: Sequence[replies.ReplyValues], by: transport.Lease | None) -> None:
         """A reply was given to the transport; None: it was not sent."""
-        with self._changed:
+        with self._lock:
             if by is None or by.is_over:
                 self._returned.append(lent)
             else:
@@ -271,18 +275,18 @@ class WorkEngine:
 
     def released(self, by: transport.Lease) -> None:
         """A message has left the transport: the buffers of a reply, if it was one, may be written again."""
-        with self._changed:
+        with self._lock:
             lent = self._out.pop(by, None)
             if lent is not None:
                 self._returned.append(lent)
-        if not self._open:  # There may be no more work, and they keep the arrays of their store.
+        if lent is not None and not self._open:  # There may be no more work, and they keep the arrays of their store.
             self._give_back()
 
     def _give_back(self) -> None:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""
         if not self._out and not self._returned:
             return
-        with self._changed:
+        with self._lock:
             for by in list(self._out):
                 if by.is_over:
                     self._returned.append(self._out.pop(by))

@@ -25,6 +25,7 @@ from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.replies import ReplyValues, refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
+    COPIED,
     Arrived,
     Down,
     Event,
@@ -108,6 +109,8 @@ class Loop:
         self._trace = trace
         self._engine = engine
         self._known = None if trace.has_messages else known
+        self._unknown: Sequence[Buffer] = ()
+        """The message that `take` has not taken."""
         self._publish = publish
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
@@ -227,21 +230,36 @@ class Loop:
         if gate.is_open:
             self._decide(role.Broken(link, reason))
 
+    def take(self, link: str, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
+        """Do at once what a message asks for, if its bytes are known, and return None; else the frames, which are to
+        arrive. For the thread that polls, while there are no events before it (`transport.direct`)."""
+        gate = self._gates.get(link)
+        if self._known is None or gate is None or not gate.is_open or self._later or link in self._holds:
+            return frames
+        try:
+            known = self._known(link, frames, self._clock())
+            if known is None:
+                self._unknown = frames
+                return frames
+            for action in known:
+                if isinstance(action, role.SendFrames):
+                    self._send_made(action)
+                else:
+                    self._perform([action])
+        except Exception as err:
+            self._malformed(link, message.decode(frames), err)
+            self._transport.wake()  # What follows is for `run`.
+        return None
+
     def _received(self, link: str, frames: Sequence[Buffer]) -> None:
         gate = self._gates.get(link)
         if gate is None:
             gate = self._gates[link] = _Gate(since=self._clock())
         if gate.is_refused:
             return
-        if self._known is not None and gate.is_open and not self._later:
-            try:
-                known = self._known(link, frames, self._clock())
-                if known is not None:
-                    self._perform(known)
-                    return
-            except Exception as err:
-                self._malformed(link, message.decode(frames), err)
-                return
+        if frames is not self._unknown and self.take(link, frames) is None:
+            return
+        self._unknown = ()
         is_stranger = gate.opener is None and not gate.is_open
         try:
             if is_stranger:
@@ -368,13 +386,8 @@ class Loop:
         match action:
             case role.Work():
                 return self._work(action, link, cause)
-            case role.SendFrames(link, frames, lent):
-                lease = self._send_frames(link, frames)
-                if lent and lease is not None and not lease.is_over:
-                    assert self._engine is not None
-                    kept = ReplyValues(*lent)
-                    kept.keep()
-                    self._engine.sent((kept,), lease)
+            case role.SendFrames():
+                self._send_made(action)
             case role.Resolve():
                 action.request.resolve(action.replies, action.error)
             case role.Resume():
@@ -462,6 +475,14 @@ class Loop:
         if self._trace.has_messages:
             self._trace.sent(link, out)
         return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
+
+    def _send_made(self, action: role.SendFrames) -> None:
+        lease = self._send_frames(action.link, action.frames)
+        if lease is not COPIED and lease is not None and action.lent and not lease.is_over:
+            assert self._engine is not None
+            kept = ReplyValues(*action.lent)
+            kept.keep()
+            self._engine.sent((kept,), lease)
 
     def _send_frames(self, link: str, frames: Sequence[Buffer]) -> Lease | None:
         try:

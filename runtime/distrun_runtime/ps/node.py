@@ -18,7 +18,7 @@ from types import FrameType
 
 from distrun_runtime import reporting
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import Device, Threads
+from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.shared_memory import BLOCKS, Pool
 from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
@@ -42,14 +42,8 @@ from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
 
-_MOST_THREADS = 8
-"""More do not add faster: memory is the limit then."""
-
 OPEN_JOB = "by-hand"
 """Job id of a job that was started by hand."""
-
-SHARED_ELEMENTS = 1 << 18
-"""From how many elements on a server's threads share the work. Far more than `ops.update` goes over at a time."""
 
 FILES, FILES_A_NODE = 256, 5
 """Files that a scheduler or server may have open at once: of its own, and for each other node."""
@@ -74,6 +68,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         ContractError: a variable is missing or wrong: which, what was found, what would be right.
     """
     workers, servers = _counts(env)
+    environ.read("DISTRUN_COPY_THREADS", env)  # a wrong value is said before any call needs it
     publishes = role == "scheduler" and not environ.text("DMLC_PS_ROOT_PORT", env)
     root = "" if publishes else str(environ.need("DMLC_PS_ROOT_URI", env))
     return Config(
@@ -100,7 +95,6 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         server_device=_server_device(env) if role == "server" else gpus.AUTO,
         server_gpu_bytes=environ.read("DISTRUN_SERVER_GPU_MEMORY", env) << 20,
         local_rank=environ.read("DISTRUN_LOCAL_RANK", env) or 0,
-        server_threads=environ.read("DISTRUN_SERVER_THREADS", env) or _usual_threads(),
         worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         paths=environ.read("DISTRUN_DATA_PATHS", env),
         relays=environ.read("DISTRUN_RELAYS", env),
@@ -165,12 +159,6 @@ def _heartbeat(env: Mapping[str, str] | None) -> Heartbeat:
             f" host {socket.gethostname()}: expected several intervals"
         )
     return Heartbeat(interval_s, timeout_s)
-
-
-def _usual_threads() -> int:
-    """Return half of the processors that this process may use: a server is rarely alone on its host."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable // 2, _MOST_THREADS))
 
 
 def _server_device(env: Mapping[str, str] | None) -> str:
@@ -278,7 +266,7 @@ def serve(role: str) -> int:
     # Each node of the job connects, and on one host sends the descriptors of its memory.
     allow_open_files(FILES + FILES_A_NODE * (config.workers + config.servers))
     memory = Pool()
-    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS), memory)
+    device = devices.get("cpu:0", memory=memory)
     placement = placement_of(config, device)
     placement.open()
     transport = connected(config, [memory])
@@ -303,6 +291,8 @@ def serve(role: str) -> int:
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
         known = Steady(node, engine, counters).take
     loop = Loop(transport, node, config.token, trace, engine=engine, known=known, publish=publish)
+    if isinstance(transport, BulkTransport):
+        transport.pour(loop.take)
     if environ.text("DISTRUN_METRICS_SOCKET"):
         reporting.offer_stacks()
         if isinstance(node, Server):

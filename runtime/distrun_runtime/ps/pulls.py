@@ -63,7 +63,13 @@ class Pull:
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
     prepared: Any = None
-    """How it is answered by `ps.steady`, if all of it is due at once."""
+    """How `ps.steady` answers it, if it does."""
+    place: Any = None
+    """Then where it is counted in `Store.owed`."""
+
+    def is_alike(self, shards: Array, number: int) -> bool:
+        """Whether it waits for a round of just these shards, and `ps.steady` answers it."""
+        return False
 
 
 class Pulls:
@@ -133,20 +139,22 @@ class Pulls:
         return [*actions, *self._refuse_hopeless(pull)] if self._gone and pull.ticket in self._open else actions
 
     def _opened(self, link: str, ranks: tuple[int, ...], batch: role.Batch, now: float) -> Pull:
-        self._tickets += 1
-        rounds, owed = batch.entries["round"].astype(np.int64), np.ones(len(batch.shards), np.bool_)
-        notice = role.WaitNotice(now)
-        self._remind_at = min(self._remind_at, notice.next)
-        what = (batch.store, batch.message, batch.entries, batch.shards, rounds)
-        pull = self._open[self._tickets] = Pull(link, ranks[0], ranks, *what, notice, self._tickets, owed)
+        pull = opened(link, ranks, batch, now, self._next(now))
+        self._open[pull.ticket] = pull
         return pull
 
-    def wait(self, link: str, rank: int, batch: role.Batch, now: float, prepared: Any) -> list[role.Action]:
-        """Take in a pull of shards each of which waits for its round, which `ps.steady` answers."""
-        pull = self._opened(link, (rank,), batch, now)
-        pull.prepared = prepared
-        pull.store.owed[pull.store.row[rank], pull.shards] += 1
-        self._watch(pull, int(pull.shards[0]))
+    def _next(self, now: float) -> int:
+        """Return the ticket of a pull that comes at time `now`."""
+        self._tickets += 1
+        self._remind_at = min(self._remind_at, now + role.FIRST_NOTE_S)
+        return self._tickets
+
+    def wait(self, pull: Pull, first: int, now: float) -> list[role.Action]:
+        """Take in a pull of shards, of which this is the first. All wait for their round; `ps.steady` answers it."""
+        pull.ticket = self._next(now)
+        self._open[pull.ticket] = pull
+        pull.store.owed[pull.place] += 1
+        self._watch(pull, first)
         return self._refuse_hopeless(pull) if self._gone else []
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
@@ -262,20 +270,20 @@ class Pulls:
         others = self._waiting.keys() - {first} if len(shards) > 1 else ()
         if others and not others.isdisjoint((store.number, shard) for shard in shards.tolist()):
             return None
-        found = [pull for pull in self._waiting.get(first, {}).values() if pull.ticket in self._open]
-        for pull in found:
-            is_same = pull.shards is shards or np.array_equal(pull.shards, shards)
-            is_like = pull.prepared is not None and pull.rounds[0] == number and not pull.passed
-            if not is_same or not is_like or b"\0" in pull.owed.tobytes():
-                return None
+        found = []
+        for pull in self._waiting.get(first, {}).values():
+            if pull.ticket in self._open:
+                if not pull.is_alike(shards, number):
+                    return None
+                found.append(pull)
         return found
 
-    def answered(self, pulls: Sequence[Pull]) -> None:
-        """Forget pulls that were answered, all that waited for a round of the shards of the first."""
+    def answered(self, pulls: Sequence[Pull], first: int) -> None:
+        """Forget pulls that were answered, all that waited for a round of the same shards."""
         for pull in pulls:
             del self._open[pull.ticket]
-            pull.store.owed[pull.store.row[pull.rank], pull.shards] -= 1
-            self._waiting.pop((pull.store.number, int(pull.shards[0])), None)
+            pull.store.owed[pull.place] -= 1
+            self._waiting.pop((pull.store.number, first), None)
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
         """Shards are farther than before: lend what is due now."""
@@ -407,6 +415,13 @@ class Pulls:
                 actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))
             actions += self._forget(pull)
         return actions
+
+
+def opened(link: str, ranks: tuple[int, ...], batch: role.Batch, now: float, ticket: int) -> Pull:
+    """Return a pull that is owed everything."""
+    rounds, owed = batch.entries["round"].astype(np.int64), np.ones(len(batch.shards), np.bool_)
+    what = (batch.store, batch.message, batch.entries, batch.shards, rounds)
+    return Pull(link, ranks[0], ranks, *what, role.WaitNotice(now), ticket, owed)
 
 
 def _has_told(pull: Pull) -> None:

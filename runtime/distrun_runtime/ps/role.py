@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract import facts, gpus
@@ -86,8 +86,6 @@ class Config:
     """Memory of a GPU that a server takes at most; 0: it decides."""
     local_rank: int = 0
     """Index of this server among those of its host or place, as far as a launcher says it."""
-    server_threads: int = 1
-    """Threads that share work on long values (servers)."""
     worker_addresses: tuple[str, ...] = ()
     """Addresses of the hosts with workers (schedulers that a launcher started)."""
     paths: str = "segments"
@@ -584,8 +582,7 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True, eq=False)
-class SendFrames:
+class SendFrames(NamedTuple):
     """Send a message whose frames are made already."""
 
     link: Link

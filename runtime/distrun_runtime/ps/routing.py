@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import SHARED, copy_all
 from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
@@ -180,6 +181,15 @@ class Portion:
     _copy: Array | None = None
     """Holds the elements of a push whose values are not lent; memory that was written once is written again."""
 
+    def __post_init__(self) -> None:
+        self.at = run_of(self.items)
+        self._frames = list[Buffer]()
+        """The frame of `_copy`."""
+        small = self.parts[0] if len(self.parts) == 1 else None
+        is_only = isinstance(small, _Small) and len(small.items) == 1
+        self._only = (small.items[0], small.alike[0][3]) if isinstance(small, _Small) and is_only else None
+        """If it carries one small value and nothing else: its place in the call, and its shape."""
+
     @property
     def is_plain(self) -> bool:
         """Whether its payloads are the elements as they are."""
@@ -219,11 +229,18 @@ class Portion:
         if staged is not None:
             return staged
         if not lent:
-            is_free = self.carried_by is None or self.carried_by.is_done
-            copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
-            self._copy = copy
-            _copy_parts(self.parts, values, copy, 0)
-            return [copy.view(np.uint8).data]
+            if self._copy is None or (self.carried_by is not None and not self.carried_by.is_done):
+                self._copy = np.empty(self.size, self.dtype)
+                self._frames = [self._copy.view(np.uint8).data]
+            if self._only is None:
+                _copy_parts(self.parts, values, self._copy, 0)
+            else:
+                item, shape = self._only
+                if self.size > RELEASED:
+                    copy(values[item], self._copy.reshape(shape))
+                else:
+                    self._copy.reshape(shape)[...] = values[item]
+            return self._frames
         frames: list[Buffer] = []
         for part in self.parts:
             if isinstance(part, _Small):
@@ -237,9 +254,15 @@ class Portion:
 
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""
+        if not in_place:
+            whole = staging.empty((self.size,), self.dtype)
+            if whole is None:
+                return None
+            _copy_parts(self.parts, values, whole, 0)
+            return [whole.view(np.uint8).data]
         size = 0
         groups: list[_Slice | list[_Small | _Slice]] = []
-        """What is read where it is, as one where it goes on there; and what is copied end to end."""
+        """What is read where it is; and what is copied end to end."""
         for part in self.parts:
             last = groups[-1] if groups else None
             if not isinstance(part, _Slice) or part.item not in in_place:
@@ -248,8 +271,6 @@ class Portion:
                     last.append(part)
                 else:
                     groups.append([part])
-            elif isinstance(last, _Slice) and (last.item, last.end) == (part.item, part.begin):
-                groups[-1] = _Slice(part.item, last.begin, part.end, last.size + part.size)
             else:
                 groups.append(part)
         copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
@@ -288,11 +309,20 @@ class Portion:
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
+        if self._only is not None and len(payloads) == 1:
+            item, shape = self._only
+            value = np.frombuffer(payloads[0], self.dtype).reshape(shape)
+            if self.size > RELEASED:
+                copy(value, outs[item])
+            else:
+                outs[item][...] = value
+            return
         given = _Elements(payloads, self.dtype)
+        large: list[tuple[Array, Array]] = []
         for part in self.parts:
             flat = given.take(part.size)
             if isinstance(part, _Slice):
-                copy(flat, outs[part.item].reshape(-1)[part.begin : part.end])
+                large.append((flat, outs[part.item].reshape(-1)[part.begin : part.end]))
                 continue
             for first, last, begin, shape in part.alike:
                 count = last - first
@@ -304,17 +334,36 @@ class Portion:
                 else:
                     for item, values in zip(part.items[first:last], block, strict=True):
                         outs[item][...] = values
+        _copy_large(large, self.size * self.dtype.itemsize)
+
+
+def _copy_large(pairs: Sequence[tuple[Array, Array]], nbytes: int) -> None:
+    """Copy arrays to others: those of a portion of so many bytes, which threads share if it is large."""
+    if nbytes >= SHARED.bound:
+        copy_all(pairs)
+        return
+    for source, target in pairs:
+        copy(source, target)
+
+
+def run_of(places: Array) -> slice | Array:
+    """Return places of an array, each once, as a slice if they are a run of it: numpy looks that up much faster."""
+    first = int(places[0]) if len(places) else 0
+    run = np.arange(first, first + len(places))
+    return slice(first, first + len(places)) if bool((places == run).all()) else places
 
 
 def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array, at: int) -> int:
     """Copy the elements of parts to a flat array, one after the other from a place on; return where they end."""
+    large: list[tuple[Array, Array]] = []
     for part in parts:
         there = target[at : at + part.size]
         if isinstance(part, _Small):
             _join(part, values, there)
         else:
-            copy(values[part.item].reshape(-1)[part.begin : part.end], there)
+            large.append((values[part.item].reshape(-1)[part.begin : part.end], there))
         at += part.size
+    _copy_large(large, target.nbytes)
     return at
 
 
@@ -363,6 +412,7 @@ class Route:
     portions: list[Portion]
 
     def __post_init__(self) -> None:
+        self.at = run_of(self.numbers)
         found: set[int] = set()
         for portion in self.portions:
             found |= {part.item for part in portion.parts if isinstance(part, _Slice)}
@@ -502,7 +552,11 @@ def _parts(shards: Mapping[str, Array], itemsize: int, shapes: Sequence[tuple[in
         if items:
             parts.append(_small(items, shapes))
             items = []
-        parts.append(_Slice(item, offset, offset + length, length))
+        last = parts[-1] if parts else None
+        if isinstance(last, _Slice) and (last.item, last.end) == (item, offset):
+            parts[-1] = _Slice(item, last.begin, offset + length, last.size + length)
+        else:
+            parts.append(_Slice(item, offset, offset + length, length))
     return [*parts, _small(items, shapes)] if items else parts
 
 
@@ -563,6 +617,6 @@ def step_of(portion: Portion, rounds: Array) -> int:
     """Return how many steps after its registration a portion's keys have reached these rounds; -1: not all as many."""
     if portion.base is None:
         return -1
-    steps: Any = rounds[portion.items] - portion.base
+    steps: Any = rounds[portion.at] - portion.base
     first = int(steps[0])
     return first if 0 <= first < 2**32 and bool((steps == first).all()) else -1

@@ -593,13 +593,11 @@ class Server:
 
     def sample(self, ranks: Sequence[int], batch: role.Batch, rounds: Array | Sequence[int], now: float) -> None:
         """Note when contributions come to one shard of a store: the first that was ever pushed."""
-        if not len(batch.shards):
-            return
-        store, shard = batch.store, int(batch.shards[0])
-        lags = self._lags.get(store.number)
-        if lags is None:
+        store, lags = batch.store, self._lags.get(batch.store.number)
+        shard = batch.shards.item(0) if len(batch.shards) else -1
+        if lags is None and shard >= 0:
             lags = self._lags[store.number] = Lags(shard, store.members.ranks)
-        if shard == lags.shard:
+        if lags is not None and shard == lags.shard and lags.wants(int(rounds[0]), now):
             members = store.members.ranks
             if store.is_relayed:
                 members = self._relay.stores[relayed(store.number)].members

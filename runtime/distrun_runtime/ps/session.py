@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import (
     DTYPES,
@@ -43,6 +44,7 @@ from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, W
 from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.host_segments import SharedLease
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
@@ -51,6 +53,9 @@ GOODBYE_S = BYE_S + 1.0
 ANSWER_S = 0.1
 """How long a thread of the script waits for answers by itself. Then the node's thread, which hears of all else as well,
 goes on with it."""
+_NUMBER_END = NUMBER_AT + NUMBER.size
+_PLAIN = bytes([REPLY])
+_NOTHING: Sequence[Buffer] = [b""]
 _LIMIT = "the limit is --op-timeout or DISTRUN_OP_TIMEOUT"
 
 
@@ -72,6 +77,10 @@ class PlannedSend(NamedTuple):
     into: memoryview | None = None
     """Where the payload of the answer is received, if it has one frame of this size that travels as bytes. It may as
     well arrive elsewhere."""
+    is_small: bool = False
+    """No frame goes by another path than the direct connection."""
+    is_read: bool = False
+    """Once it is answered, its frames are read no more."""
 
 
 class Asked(NamedTuple):
@@ -91,6 +100,8 @@ class CallUnderWay:
         self.sends = sends
         self.links = links
         """Each once."""
+        self.leases: list[SharedLease] = []
+        """Of shared memory that was read when the answers are here."""
         self.first = first
         """Number of the first message."""
         self.begun = 0
@@ -113,8 +124,10 @@ class NodeSession:
         self, config: Config, transport: Transport | None = None, memory: ExportedMemory | None = None
     ) -> None:
         self.config = config
-        self._pid = os.getpid()
+        self._pid = own_pid()
         self._memory = memory or ExportedMemory(Pool(is_inherited=False), Pool())
+        self.has_arrays = False
+        """Whether `empty` was called."""
         self._transport = transport or connected(config, self._memory)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
@@ -143,6 +156,7 @@ class NodeSession:
             told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
             self._loop.metrics = told.tick
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
+        self._thread_id = 0
         self.value_servers = [f"server-{rank}" for rank in range(config.servers)]
         """Names of the servers that keep values; their ranks come first."""
         self._last_stores: dict[str, int] = {}
@@ -184,6 +198,7 @@ class NodeSession:
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return a new array of undefined content; in memory that servers on this host can read where it is."""
+        self.has_arrays = True
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
 
@@ -283,7 +298,7 @@ class NodeSession:
         sends: Sequence[PlannedSend],
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
-        sent: Callable[[], object],
+        sent: Callable[[], object] = lambda: None,
         *,
         waits: bool = True,
     ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
@@ -308,17 +323,20 @@ class NodeSession:
             StoreClosed: as `ask`.
             KeyboardInterrupt: or what else a signal handler raises. What was sent goes on as a request.
         """
-        self.check()
+        if self._is_over or own_pid() != self._pid:
+            self.check()
         turn, is_measured = self._turn, self.stages.is_on or self.recorder.is_on or self._trace.has_messages
         me = threading.get_ident()
-        if turn is not None and not is_measured and me != self._thread.ident and not turn.is_wanted:
+        if turn is not None and not is_measured and me != self._thread_id and not turn.is_wanted:
             if turn.owner == me:
                 self._give_away_turn()
-            turn.want()  # Another thread may wait for answers. This one would only make it longer.
+            if turn.owner:
+                turn.want()  # Another thread may wait for answers. This one would only make it longer.
             with turn.lock:
                 turn.owner, turn.is_waiting = me, False
                 try:
-                    turn.begin()
+                    if turn.is_asked_for:
+                        turn.begin()
                     exchange = self._reserve(sends)
                     if exchange is not None:
                         self._calls += 1
@@ -353,12 +371,15 @@ class NodeSession:
         self.check()
         turn, me = self._turn, threading.get_ident()
         assert turn is not None
-        self._give_away_turn()
-        turn.want()
+        if turn.owner == me:
+            self._give_away_turn()
+        if turn.owner:
+            turn.want()
         with turn.lock:
             turn.owner, turn.is_waiting = me, False
             try:
-                turn.begin()
+                if turn.is_asked_for:
+                    turn.begin()
                 if self._exchange is exchange:
                     return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
             except BaseException:
@@ -396,12 +417,14 @@ class NodeSession:
         try:
             self._direct.take(exchange.links)
             for number, send in enumerate(exchange.sends):
-                head = send.frames[0]
-                NUMBER.pack_into(cast(bytearray, head), NUMBER_AT, exchange.first + number)
+                head: Any = send.frames[0]
+                NUMBER.pack_into(head, NUMBER_AT, exchange.first + number)
                 if send.into is not None and len(exchange.links) == len(exchange.sends):
                     self._direct.expect(send.link, send.into)
                 exchange.begun = number + 1
-                self._paths.send(send.link, send.frames)
+                lease = (self._direct if send.is_small else self._paths).send(send.link, send.frames)
+                if send.is_read and isinstance(lease, SharedLease):
+                    exchange.leases.append(lease)
             sent()
             if waits:
                 return self._receive(exchange)
@@ -411,36 +434,33 @@ class NodeSession:
             raise
 
     def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | Request:
+        """Wait for the answers and return them. If something else comes, or is to be done, hand over."""
+        assert self._paths is not None
         assert self._direct is not None
-        answers = self._answers(exchange)
-        if answers is None:
-            return self._hand_over(exchange)
-        exchange.is_done = True
-        self._direct.give_back(exchange.links, drops=True)
-        self._exchange = None
-        return answers
+        links, until = exchange.links, time.monotonic() + ANSWER_S
+        while self._direct.wait(max(until - time.monotonic(), 0.0)):
+            came = self._paths.inbox(links[0])
+            for link in links[1:]:
+                more = self._paths.inbox(link)
+                came = None if came is None or more is None else [*came, *more]
+            if came is None:
+                break
+            if len(came) >= len(exchange.sends):
+                answers = answers_to(exchange.sends, came)
+                if answers is None:
+                    break
+                exchange.is_done = True
+                for lease in exchange.leases:
+                    lease.let_go()
+                self._direct.give_back(links, drops=True)
+                self._exchange = None
+                return answers
+        return self._hand_over(exchange)
 
     def _leave(self, exchange: CallUnderWay) -> None:
         """Have the node's thread go on with what was interrupted, unless it does already or nothing is left to do."""
         if self._exchange is exchange and not exchange.is_done:
             self._hand_over(exchange)
-
-    def _answers(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | None:
-        """Wait for the answers and return them; None: something else came, or was to be done."""
-        assert self._paths is not None
-        assert self._direct is not None
-        until = time.monotonic() + ANSWER_S
-        while True:
-            came: list[Sequence[Buffer]] = []
-            for link in exchange.links:
-                inbox = self._paths.inbox(link)
-                if inbox is None:
-                    return None
-                came += inbox
-            if len(came) >= len(exchange.sends):
-                return answers_to(exchange.sends, came)
-            if not self._direct.wait(max(until - time.monotonic(), 0.0)):
-                return None
 
     def _hand_over(self, exchange: CallUnderWay) -> Request:
         if exchange.ask is not None:  # A signal handler did, or this is what follows an interruption.
@@ -477,7 +497,7 @@ class NodeSession:
         Raises:
             StoreClosed: in a forked child, or after the end.
         """
-        if os.getpid() != self._pid:
+        if own_pid() != self._pid:
             raise StoreClosed(
                 f"this process was forked from pid {self._pid} after the store was created, and a store"
                 " cannot be shared with a child: create the store in the child, or start it with the 'spawn'"
@@ -507,7 +527,7 @@ class NodeSession:
 
         Returns what went wrong while flushing: a push whose error was not waited for.
         """
-        if self._is_over or os.getpid() != self._pid:
+        if self._is_over or own_pid() != self._pid:
             return None
         flushed = None if self._crash else self._flush()
         error = self._crash or flushed
@@ -536,6 +556,7 @@ class NodeSession:
         return errors[0] if errors else None
 
     def _run(self) -> None:
+        self._thread_id = threading.get_ident()
         try:
             self._loop.run()
         except BaseException as err:
@@ -564,14 +585,16 @@ def answers_to(sends: Sequence[PlannedSend], came: Sequence[Sequence[Buffer]]) -
     """
     if len(came) != len(sends):
         return None
-    by_number = {bytes(frames[0][NUMBER_AT : NUMBER_AT + NUMBER.size]): frames for frames in came}
-    answers: list[Sequence[Buffer]] = []
-    for send in sends:
-        head = send.frames[0]
-        frames = by_number.get(bytes(head[NUMBER_AT : NUMBER_AT + NUMBER.size]))
-        if frames is None or bytes(frames[0][:FLAGS_AT]) != head[:FLAGS_AT] or frames[0][FLAGS_AT] != REPLY:
+    answers = [*came]
+    if len(came) > 1:
+        by_number = {bytes(frames[0][NUMBER_AT:_NUMBER_END]): frames for frames in came}
+        answers = [by_number.get(bytes(send.frames[0][NUMBER_AT:_NUMBER_END]), _NOTHING) for send in sends]
+    for send, frames in zip(sends, answers, strict=True):
+        asked, said = send.frames[0], frames[0]
+        if said[:FLAGS_AT] != asked[:FLAGS_AT] or said[FLAGS_AT : FLAGS_AT + 1] != _PLAIN:
             return None
-        answers.append(frames)
+        if said[NUMBER_AT:_NUMBER_END] != asked[NUMBER_AT:_NUMBER_END]:
+            return None
     return answers
 
 

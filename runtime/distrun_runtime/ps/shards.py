@@ -63,7 +63,7 @@ class Store:
 
     _FLAT = (
         *("key", "offset", "length", "dtype", "row_size", "done", "ordered", "skips", "updates", "fresh", "halfway"),
-        "slow",
+        *("slow", "progress"),
     )
 
     def __init__(self, number: int, workers: int, server: int = 0, members: Membership | None = None) -> None:
@@ -105,6 +105,8 @@ class Store:
         of the value, -1: it has none); and rounds whose Apply was ordered."""
         self.skips = self.updates = integers
         """Rounds that were skipped; in async the updates that were made."""
+        self.progress = integers
+        """Number of the `values.ShardProgress` that knows the rounds of the shard."""
         self.slow = integers
         """Row of a worker that had contributed least when `reach` last looked; if there are MANY."""
         self.fresh = np.zeros(0, np.bool_)

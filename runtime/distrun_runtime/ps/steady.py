@@ -12,6 +12,7 @@ has changed nothing, for what is not known, is not in step, or comes while anyth
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,20 +24,20 @@ from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message as wire
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload
+from distrun_runtime.protocol.message import BYTES, DTYPES, NO_ENTRIES, VIEW, Kind, Message, Payload
 from distrun_runtime.ps import arithmetic, role
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import ROLE_CODES
+from distrun_runtime.ps.pulls import Pull, opened
 from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.values import PushedValues, ShardSet, Values
-from distrun_runtime.transport.host_segments import is_shared
+from distrun_runtime.ps.values import Index, PushedValues, ShardProgress, ShardSet, Values
 
 Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
 """So many messages of a store are known, in about so much memory, and rounds before this one."""
-_KINDS = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
+_KINDS = frozenset(map(int, (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)))
 _HEAD, _NEXT = wire.HEAD_BYTES, wire.NUMBER_AT + wire.NUMBER.size
 _STORE, _FRONT = slice(wire.STORE_AT, wire.STORE_AT + 2), slice(wire.NUMBER_AT)
 """Places in a head: the store; all before the number of the request."""
@@ -48,6 +49,8 @@ _FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD
 """Of the first entry all before the round, and that."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
+_NUMBERS = itertools.count(1)
+"""Of the sets of shards that are known in this process."""
 
 
 @dataclass(eq=False)
@@ -63,31 +66,36 @@ class _Steps:
     bucket: object
     """What the server knows of the bucket that it names; None: it has entries."""
     of: ShardSet
-    row: int
-    """Of the worker in the tables of the store."""
+    place: tuple[int, Index]
+    """Row of the worker, and index of the shards, in the tables of the store."""
     entries: Array
     """Those of a message; their rounds are the last ones that were asked for."""
     answered: Array
     """Those of an answer, likewise; none if it names the bucket."""
     answer: tuple[bytes, bytes]
-    """The head of an answer: what is before the number of the request, and what is between that and the step."""
+    """The head of an answer: what is before the number of the request, and what is between that and the step; with a
+    single entry, and its round."""
     version: int = -1
     """Of the server, when nothing unusual was under way."""
 
     def round_in(self, head: bytes) -> int:
         """Return the round that a message is about; -1: it differs in more than that."""
         if self.bucket is not None:
-            return self.first + int.from_bytes(head[_STEP], "little") if len(head) == _HEAD else -1
+            return self.first + int.from_bytes(head[_STEP], "little")
         number = int.from_bytes(head[_ROUND], "little")
+        is_same = head[_STEP] == bytes(4)
         if len(self.entries) > 1:
             self.entries["round"] = number
-        others = self.entries[1:].tobytes() if len(self.entries) > 1 else b""
-        return number if head[_STEP] == bytes(4) and head[_ROUND.stop :] == others else -1
+            is_same = is_same and head[_ROUND.stop :] == self.entries[1:].tobytes()
+        return number if is_same else -1
 
     def given(self, frames: Sequence[Buffer]) -> PushedValues:
-        """Return what the frames behind the body bring."""
-        arrays = [np.frombuffer(frame, DTYPES[self.of.code]) for frame in frames]
+        """Return what the frames of a message bring."""
+        dtype = DTYPES[self.of.code]
         _, found, places = self.of.layout
+        if len(frames) == 3 and len(places) == 1:
+            return PushedValues(self.of.shards, found, [np.frombuffer(frames[2], dtype)])
+        arrays = [np.frombuffer(frame, dtype) for frame in frames[2:]]
         return PushedValues(self.of.shards, found, [arrays[at][begin:end] for at, begin, end in places])
 
     def pulled(self, head: bytes, number: int) -> role.Batch:
@@ -101,16 +109,42 @@ class _Steps:
     def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
         """Return the answer with the values of a round, which are on one side of their arena."""
         front, middle = self.answer
-        if len(self.answered):
-            self.answered["round"] = number
         shards = self.of.shards
         frames = self.of.frames.get(side)
         if frames is None:
             frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
             if not isinstance(frames[0], bytes):  # else they are copies
                 self.of.frames[side] = frames
-        made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
-        return role.SendFrames(self.link, [made, b"", *frames], (values, shards, shards, side, 0))
+        if len(self.answered) == 1:
+            made = front + head[_REQUEST] + middle + head[_ROUND]
+        else:
+            self.answered["round"] = number
+            made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
+        return role.SendFrames(self.link, [made, b"", *frames], (values, self.of.index, self.of.index, side, 0))
+
+
+class _Waiting(Pull):
+    """A pull by a message that is known. What only others look at is made when they do."""
+
+    def __init__(self, steps: _Steps, head: bytes, number: int, now: float) -> None:
+        self.prepared, self.now = (steps, head, number), now
+        self.link, self.rank, self.store, self.shards = steps.link, steps.rank, steps.batch.store, steps.of.shards
+        self.place = steps.place
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        steps, head, number = self.prepared
+        batch = steps.pulled(head, number)
+        made = vars(opened(self.link, (self.rank,), batch, self.now, self.ticket))
+        vars(self).update({**made, **vars(self)})
+        return vars(self)[name]
+
+    def is_alike(self, shards: Array, number: int) -> bool:
+        """See Pull."""
+        is_whole = "owed" not in vars(self) or (bool(self.owed.all()) and not self.passed)
+        is_same = self.shards is shards or np.array_equal(self.shards, shards)
+        return is_whole and is_same and self.prepared[2] == number
 
 
 class Steady:
@@ -125,18 +159,19 @@ class Steady:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
         if self._server.gone:
             self._forget()
-        head = bytes(frames[0])
-        is_odd = len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS
-        if is_odd or len(frames) < 2 or len(frames[1]):
+        if len(frames) < 2 or len(frames[1]):
             return None
+        head = bytes(frames[0])
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
         if values is None:
             return None
-        is_long = len(head) > _ROUND.stop
-        fixed = np.frombuffer(head, _FIXED, offset=_HEAD)["fixed"].tobytes() if is_long else head[_FIRST]
-        name = (link, head[_FRONT], head[_LISTED], fixed, *[memoryview(frame).nbytes for frame in frames[2:]])
+        fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
+        sizes = map(BYTES, map(VIEW, frames[2:])) if len(frames) != 3 else (VIEW(frames[2]).nbytes,)
+        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *sizes)
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
+            if len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS:
+                return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)
         if steps is None or not 0 <= number < ROUNDS:
@@ -147,8 +182,13 @@ class Steady:
                     _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
-        act = self._pull if head[wire.KIND_AT] == Kind.PULL else self._push
-        return act(steps, values, [head, *frames[1:]], number, now)
+        of = steps.of
+        is_in_step = of.progress.version == steps.version and of.has(values.store.progress, of.progress.number)
+        if not (is_in_step or self._look(of, values)):
+            return None
+        if steps.batch.message.kind is Kind.PULL:
+            return self._pull(steps, values, head, number, now)
+        return self._push(steps, values, [head, *frames[1:]], number, now)
 
     # What is known
 
@@ -193,9 +233,10 @@ class Steady:
         reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
         me = self._server.me
         head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
-        what = (bucket, of, int(store.row[rank]), entries.copy(), answered)
+        what = (bucket, of, (int(store.row[rank]), of.index), entries.copy(), answered)
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
-        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], head[_LISTED]))
+        middle = head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
+        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], middle))
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -203,34 +244,51 @@ class Steady:
         itemsize = DTYPES[code].itemsize
         size = int(values.store.length[shards].sum())
         lengths = tuple(each // itemsize for each in sizes) or (size,)
-        found = values.plans.get((shards.tobytes(), lengths))
+        name = shards.tobytes()
+        found = values.plans.get((name, lengths))
         if found is None:
-            index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
+            index: Index = slice(first, first + len(shards)) if (np.diff(shards) == 1).all() else shards
+            index = first if len(shards) == 1 else index
             layout = arithmetic.layout(values, shards, lengths)
-            found = ShardSet(shards, code, index, layout, size * itemsize, bytes(8 * len(shards)))
-            values.plans[shards.tobytes(), lengths] = found
+            progress = values.plans.setdefault((name,), ShardProgress(next(_NUMBERS)))
+            found = ShardSet(shards, first, code, index, layout, size * itemsize, progress)
+            values.plans[name, lengths] = found
             values.plan_bytes += 4 * shards.nbytes
         return found
 
+    def _look(self, of: ShardSet, values: Values) -> bool:
+        """Look how far the shards are, and whether they are in step."""
+        store, progress = values.store, of.progress
+        done = store.done.item(of.first)
+        if not (of.has(store.done, done) and of.has(store.ordered, done)):
+            return False
+        ahead = store.last[:, of.shards] - done
+        came = ahead[:, 0] == 1
+        if (ahead != came[:, None]).any() or store.owed[:, of.shards][~came].any():
+            return False
+        progress.done, progress.came = done, set(np.flatnonzero(came).tolist())
+        progress.side = values.side_of(of)
+        progress.version = self._server.version
+        store.progress[of.index] = progress.number
+        return True
+
     # What messages ask for
 
-    def _push(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions | None:
-        """Take in a contribution to the round that is open, if all of its shards miss others, or none does."""
-        of, store, server, row = steps.of, steps.batch.store, self._server, steps.row
-        before, index = of.all(number - 1), of.index
-        found = store.last[row, index].tobytes(), store.done[index].tobytes(), store.ordered[index].tobytes()
-        if found != (before,) * 3 or store.owed[row, index].tobytes() != of.none:
+    def _push(self, steps: _Steps, values: Values, frames: Sequence[Any], number: int, now: float) -> Actions | None:
+        """Take in a contribution to the round that is open."""
+        of, store, server = steps.of, steps.batch.store, self._server
+        progress, (row, index) = of.progress, steps.place
+        if number != progress.done + 1 or row in progress.came:
             return None
-        given = steps.given(frames[2:])
-        store.last[row, index] = number
-        reached = (store.ordered[index] if store.is_held_up(of.shards) else store.reach(index)).tobytes()
-        is_last = reached == of.all(number)
+        is_last = len(progress.came) == len(store.last) - 1
         waiting = server.pulls.alike(store, of.shards, number) if is_last else []
-        is_split = not is_last and reached != before
-        how = {"is_last": is_last, "is_shared": is_shared(frames[2])}
-        if waiting is None or is_split or not self._engine.does_now(values, number, of, given, **how):
-            store.last[row, index] = number - 1
+        if waiting is None:
             return None
+        frame = frames[2] if len(frames) == 3 else max(frames[2:], key=len)
+        progress.version = -1  # until all is done
+        if not self._engine.does_now(values, number, of, steps.given(frames), frame=frame, is_last=is_last):
+            return None
+        store.last[steps.place] = number
         self._counters.bytes_in += of.size
         self._counters.pushes += 1
         server.sample((steps.rank,), steps.batch, (number,), now)
@@ -238,39 +296,46 @@ class Steady:
         if is_last:
             store.ordered[index] = store.done[index] = number
             store.fresh[index] = False
+            progress.done = number
+            progress.came.clear()
             self._counters.updated(len(of.shards))
-            server.pulls.answered(waiting)
-            side = values.side_of(of)
-            actions = [self._answer(values, side, *pull.prepared) for pull in waiting]
+            server.pulls.answered(waiting, of.first)
+            actions = [self._answer(values, *pull.prepared) for pull in waiting]
+        else:
+            progress.came.add(row)
+        progress.version = server.version
         if steps.batch.message.kind is Kind.PUSH:
-            told = steps.answer[0] + bytes(frames[0])[_REQUEST] + bytes(12)
+            told = steps.answer[0] + frames[0][_REQUEST] + bytes(12)
             return [*actions, role.SendFrames(steps.link, [told, b""])]
-        return [*actions, *self._pulled(steps, values, frames, number, now)]
+        return [*actions, *self._pulled(steps, values, frames[0], number, now)]
 
-    def _pull(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions | None:
+    def _pull(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions | None:
         """Answer a pull of the worker's last round, or let it wait for the one that is open."""
-        of, store = steps.of, steps.batch.store
-        wanted, done = of.all(number), store.done[of.index].tobytes()
-        is_in_step = store.last[steps.row, of.index].tobytes() == wanted and done in {wanted, of.all(number - 1)}
-        if not is_in_step or values.side_of(of) < 0:
+        progress = steps.of.progress
+        if progress.side < 0 or number != progress.done + (steps.place[0] in progress.came):
             return None
-        return self._pulled(steps, values, frames, number, now)
+        return self._pulled(steps, values, head, number, now)
 
-    def _pulled(self, steps: _Steps, values: Values, frames: Sequence[Buffer], number: int, now: float) -> Actions:
+    def _pulled(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions:
         self._counters.pulls += 1
-        if steps.batch.store.done[steps.of.shards[0]] == number:
-            return [self._answer(values, values.side_of(steps.of), steps, bytes(frames[0]), number)]
-        prepared = steps, bytes(frames[0]), number
-        return self._server.pulls.wait(steps.link, steps.rank, steps.pulled(*prepared[1:]), now, prepared)
+        if steps.of.progress.done == number:
+            return [self._answer(values, steps, head, number)]
+        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.of.first, now)
 
-    def _answer(self, values: Values, side: int, steps: _Steps, head: bytes, number: int) -> role.Action:
+    def _answer(self, values: Values, steps: _Steps, head: bytes, number: int) -> role.Action:
         try:
-            made = steps.answer_to(head, number, values, side)
+            made = steps.answer_to(head, number, values, steps.of.progress.side)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
             event = role.WorkDone(role.Discard(0), err, traceback.format_exc())
             return role.Send(steps.link, failed(steps.pulled(head, number).message, event))
         self._counters.bytes_out += steps.of.size
         return made
+
+
+def _fixed_in(head: bytes) -> bytes:
+    """Return all of the entries but the rounds."""
+    whole = len(head) - (len(head) - _HEAD) % _FIXED.itemsize
+    return np.frombuffer(head[_HEAD:whole], _FIXED)["fixed"].tobytes()
 
 
 def _bytes_of(name: tuple[Any, ...], known: Any) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Union, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +29,8 @@ from distrun_runtime.ps.shards import Store
 ALIGNED_BYTES = 64 * 1024
 """Shards of at least so many bytes begin with a page of memory."""
 
+Index = Union[int, slice, Array]
+"""Of shards in a flat array."""
 Extent = Mapping[int, tuple[int, int]]
 """How far arenas are used, by code of dtype."""
 
@@ -63,19 +65,35 @@ class PushedValues:
 
 
 @dataclass(eq=False)
+class ShardProgress:
+    """How far all shards of some set are, while they are in step: then they have had the same rounds."""
+
+    number: int
+    """What the shards have in `Store.progress` if no other set has changed their rounds since."""
+    version: int = -1
+    """Of the server, when that was last known."""
+    done: int = 0
+    """The round that is over."""
+    came: set[int] = field(default_factory=set)
+    """Rows of the workers that have contributed to the next one."""
+    side: int = -1
+    """Of the arena that has the present values; -1: they are on several."""
+
+
+@dataclass(eq=False)
 class ShardSet:
     """Shards of one dtype whose values come by one message again and again (`ps.steady`)."""
 
     shards: Array
+    first: int
     code: int
     """Of their dtype."""
-    index: slice | Array
-    """Indexes flat arrays by them: a slice where they follow each other, which is quicker."""
+    index: Index
+    """Indexes flat arrays by them: by the one, or by a slice where they follow each other, which is quicker."""
     layout: Layout
     size: int
     """Bytes of their values."""
-    none: bytes
-    """What they have in a flat int64 array if all are 0 there."""
+    progress: ShardProgress
     targets: dict[int, list[Array]] = field(default_factory=dict)
     """By the side of the arena: what the runs of the layout have there."""
     frames: dict[int, list[Buffer]] = field(default_factory=dict)
@@ -85,9 +103,11 @@ class ShardSet:
         """Return what the runs have in an arena."""
         return [arena.view(run.begin, run.end, side) for run in self.layout.runs]
 
-    def all(self, number: int) -> bytes:
-        """Return the bytes that the shards have in a flat int64 array if all have this number there."""
-        return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards)
+    def has(self, table: Array, number: int) -> bool:
+        """Whether all the shards have this number in a flat int64 array."""
+        if len(self.shards) == 1:
+            return bool(table.item(self.first) == number)
+        return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards) == table[self.index].tobytes()
 
 
 class Layout(NamedTuple):
@@ -117,6 +137,12 @@ class Round:
     """Sums in the work dtype, by code of the values' dtype."""
     lost: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
     """Shard to why a contribution to it could not be added, with the traceback."""
+
+    def hold(self, index: Index, given: PushedValues) -> None:
+        """Keep what is given to shards that have no sum yet."""
+        number = next(reversed(self.held), 0) + 1  # The last one has the highest number.
+        self.held[number] = given
+        self.where[index] = number
 
 
 @dataclass(frozen=True)
@@ -203,6 +229,8 @@ class Values:
         """What is known of messages that come again (`ps.steady`), and their `ShardSet`s."""
         self.plan_bytes = 0
         """About how much memory that takes."""
+        self.step_plans: dict[int, Any] = {}
+        """By id of the runs: the rule's steps over shards that are updated together again and again (`arithmetic`)."""
         self.rounds: dict[int, Round] = {}
         self.spare_sums: dict[int, list[Arena]] = {}
         """Arenas of sums that are not used at the moment: memory that was written once stays."""
@@ -254,6 +282,7 @@ class Values:
         self.store.device = device.name
         self.plans.clear()
         self.plan_bytes = 0
+        self.step_plans.clear()
 
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas in use: of values, states, and sums of open rounds."""
@@ -334,8 +363,8 @@ class Values:
 
     def side_of(self, of: ShardSet) -> int:
         """Return the side that has the present values of all these shards; -1: they are on several."""
-        side = int(self.side[of.shards[0]])
-        return side if self.side[of.index].tobytes() == of.all(side) else -1
+        side = int(self.side[of.first])
+        return side if of.has(self.side, side) else -1
 
     def codes(self, shards: Array) -> list[tuple[int, Array, Array | None]]:
         """Return each code of dtype among shards, those that have it, and where these are among all; None: they are
@@ -383,7 +412,7 @@ class Values:
             self.device.sum([present], target)
         return target
 
-    def free_side(self, present: int, shards: Array) -> int:
+    def free_side(self, present: int, shards: Index) -> int:
         """Return a side on which no reply reads any of the shards; the present one if that is."""
         for side in (present, *range(len(self.lent))):
             if not self.lent[side, shards].any():
@@ -460,12 +489,29 @@ class Values:
         for shards, side in sides:
             self.side[shards] = side
 
+    def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
+        """Write sums, which are the values of shards on this side from then on."""
+        if side not in of.targets:
+            of.targets[side] = of.views(self.arenas[of.code], side)
+        for parts, target in zip(addends, of.targets[side]):  # noqa: B905 (as many)
+            self.device.sum(parts, target)
+        if side != of.progress.side:
+            self.side[of.index] = of.progress.side = side
+
     def round_of(self, number: int) -> Round:
         """Return the sums of a round."""
         found = self.rounds.get(number)
         if found is None:
             found = self.rounds[number] = Round(np.zeros(len(self.at), np.int64))
         return found
+
+    def forget_alike(self, number: int, of: ShardSet) -> None:
+        """The sums of these shards, all of which have one, are used: `forget_sums` where nothing else is noted."""
+        known = self.rounds[number]
+        known.where[of.index] = 0
+        known.open -= len(of.shards)
+        if known.open <= 0:
+            self._close(number, known)
 
     def sums(self, of: Round, code: int) -> Arena:
         """Return where the sums of a round are."""
@@ -500,9 +546,12 @@ class Values:
             for shard in shards.tolist():
                 cast(dict[int, Any], known).pop(shard, None)
         if of.open <= 0:
-            for code, arena in of.arenas.items():
-                self.spare_sums.setdefault(code, []).append(arena)
-            del self.rounds[number]
+            self._close(number, of)
+
+    def _close(self, number: int, of: Round) -> None:
+        for code, arena in of.arenas.items():
+            self.spare_sums.setdefault(code, []).append(arena)
+        del self.rounds[number]
 
     # States of a rule
 
@@ -590,6 +639,7 @@ class Values:
         """Put what was staged in its place."""
         staged, self.staged = self.staged, []
         self.rounds.clear()
+        self.step_plans.clear()
         for shard, read in enumerate(staged):
             if read is None:
                 continue
@@ -608,6 +658,7 @@ class Values:
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         self._refuse(self.device, rule, np.arange(self.store.count))
+        self.step_plans.clear()
         if rule is not None and self.rule is not None and self.keeps_state(rule):
             self.rule, self.spec, self.knobs = rule, spec, {}
             return

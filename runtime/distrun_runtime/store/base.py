@@ -21,6 +21,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
@@ -83,7 +84,7 @@ class Lifetime:
         self.type = type_name
         """The name that the store was created with, in lower case."""
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._pid = own_pid()
         self._ended = ""
         self.uses_gpus = False
         """Whether a call was given arrays in GPU memory."""
@@ -100,7 +101,7 @@ class Lifetime:
     @property
     def is_own(self) -> bool:
         """Whether this is the process that created the store, not a forked child."""
-        return os.getpid() == self._pid
+        return own_pid() == self._pid
 
     def check(self) -> None:
         """Return if the store can be used.
@@ -109,7 +110,8 @@ class Lifetime:
             StoreClosed: closed, left, replaced, or inherited by a forked child.
             KVError: a GPU that it was given arrays of has failed for good.
         """
-        self.check_process()
+        if own_pid() != self._pid:
+            self.check_process()
         if self.uses_gpus:
             # What a call had done when it failed is not known, and the other workers may wait for the rest.
             devices.gpus()
@@ -127,7 +129,7 @@ class Lifetime:
         if not self.is_own:
             raise StoreClosed(
                 f"the {self.type!r} store belongs to process {self._pid}, this is its forked child"
-                f" {os.getpid()}: use it in the parent, or start children with the 'spawn' method and create"
+                f" {own_pid()}: use it in the parent, or start children with the 'spawn' method and create"
                 " a store there"
             )
 
@@ -153,7 +155,18 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("dtypes", "has_rows", "kept", "keys", "named", "pulled_next", "records", "shapes", "size_bytes")
+    __slots__ = (
+        "__weakref__",
+        "dtypes",
+        "has_rows",
+        "kept",
+        "keys",
+        "named",
+        "pulled_next",
+        "records",
+        "shapes",
+        "size_bytes",
+    )
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
@@ -171,13 +184,16 @@ class Selection:
         self.shapes = [record.shape for record in self.records]
         self.dtypes = [record.dtype for record in self.records]
 
-    def fits(self, arrays: Sequence[object]) -> bool:
-        """Whether these are numpy arrays of the records' shapes and dtypes, and the keys are dense.
+    def fits(self, arrays: Any) -> bool:
+        """Whether this is a list or tuple of numpy arrays of the records' shapes and dtypes, and the keys are dense.
 
         If not, they may fit all the same.
         """
-        if self.has_rows or len(arrays) != len(self.records):
+        if self.has_rows or not (type(arrays) is tuple or type(arrays) is list) or len(arrays) != len(self.records):
             return False
+        if len(arrays) == 1:
+            one = arrays[0]
+            return type(one) is np.ndarray and one.shape == self.shapes[0] and bool(one.dtype == self.dtypes[0])
         # All at once: a statement for each array would cost several times as much. The very type: a class derived from
         # it need not behave as an array does.
         if set(map(type, arrays)) != {np.ndarray}:
@@ -190,6 +206,8 @@ class Selection:
         Raises:
             KVError: two of them share memory; names the keys.
         """
+        if len(arrays) == 1 and (flags := arrays[0].flags).c_contiguous:
+            return bool(flags.writeable)
         if not all(map(_IS_WRITEABLE, arrays)):
             return False
         own_memory = all(map(operator.is_, map(_BASE, arrays), itertools.repeat(None)))
@@ -306,13 +324,17 @@ class StoreBackend(Protocol):
         """As `barrier`, and it may wait."""
         return self.barrier()
 
-    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
-        """Make a push, a pull or both of arrays as the script gave them, and return True, if there is a plan for it.
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
+        """Make a push, a pull or both of arrays as the script gave them, if there is a plan for it; None: there is not.
+
+        Returns what lets the program's streams that are then current wait for it; those that are now do.
 
         Arguments:
             given, outs: for each key an array or a list of arrays; nothing is known of them.
         """
-        return False
+        return None
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

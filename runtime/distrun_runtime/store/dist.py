@@ -23,6 +23,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
@@ -274,6 +275,7 @@ class DistBackend(StoreBackend):
         group: Group | None = None,
     ) -> None:
         self._group = group
+        self._pid = own_pid()
         self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
@@ -490,7 +492,8 @@ class DistBackend(StoreBackend):
     def steady(
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
     ) -> Pending | None:
-        self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
+        if own_pid() != self._pid:
+            self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
         held = [self._lock]
@@ -517,26 +520,28 @@ class DistBackend(StoreBackend):
         """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
         keys, ahead = plan.keys, self._ahead
         follows = kind is Kind.PULL and keys is self._pushed
-        if (ahead is None or not follows) and (ahead or self._expected or not self._is_quiet()):
-            return None
+        if not (ahead and follows) and (ahead or self._expected or self._gathering.count or self._link.is_busy):
+            return None  # Something is kept, or not answered.
         asks_ahead = kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT
         if kind is Kind.PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:
             return None  # To wait until servers have it would take as long as the bytes do.
         if follows:
             keys.pulled_next += 1
             self._pushed = self._ahead = None
-        else:
+        elif self._pushed is not None:
             self._begin()
         if ahead is not None:
             sent()
             return self._answer(ahead, outs, partial(self._finish, ahead), own=False)
+        done = plan.done
         if asks_ahead:
             plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
         made = self._transfers.begin(plan, values)
         if made is None:
             self._plans.pop(plan.name, None)
             return None
-        exchange = partial(self._link.exchange, made.sends, partial(self._transfers.asked, made), made.requests.append)
+        begun = partial(self._link.begun, made.requests)
+        exchange = partial(self._node.exchange, made.sends, partial(self._transfers.asked, made), begun)
         if kind is Kind.PUSH:
             self._pushed = keys
             if plan.name[0] is Kind.PUSHPULL:
@@ -544,7 +549,7 @@ class DistBackend(StoreBackend):
                     made.ahead = exchange(waits=False)
                 finally:
                     self._ahead = made if made.ahead or made.requests else None
-                return CompletedCall(f"push of {keys.named}")
+                return done
         return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
 
     def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
@@ -574,8 +579,11 @@ class DistBackend(StoreBackend):
             raise
         if isinstance(answers, Request):
             return self._goes_on(made, answers, outs, own)
-        done = CompletedCall(made.plan.what)
-        done.skipped = self._transfers.take(made, answers, outs, own)
+        skipped = self._transfers.take(made, answers, outs, own)
+        if not skipped:
+            return made.plan.done
+        done = CompletedCall(made.plan.done.what)
+        done.skipped = skipped
         return done
 
     def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array], own: bool) -> SentCall:
@@ -591,10 +599,6 @@ class DistBackend(StoreBackend):
                 sent, taking = SentCall(request, self._link, self.lifetime.late), self._transfers.goes_on(made, request)
         sent.take = partial(taking, [(out,) for out in outs], own)
         return sent
-
-    def _is_quiet(self) -> bool:
-        """Whether nothing is kept, and all that was asked is answered. Call with the lock held."""
-        return not self._gathering.count and not self._link.is_busy
 
     def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
         """Have the call that was just made planned from now on, if that can be. Call with the lock held."""

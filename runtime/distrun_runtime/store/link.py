@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field
 from typing import Any
 
-from distrun_runtime.arrays.dtypes import Buffer, work_dtype
+from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import Asked, CallUnderWay, NodeSession, PlannedSend
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -157,21 +157,10 @@ class StoreLink:
         self._begun(request)
         return request
 
-    def exchange(
-        self,
-        sends: Sequence[PlannedSend],
-        as_request: Callable[[], Asked],
-        begun: Callable[[Request], object],
-        sent: Callable[[], object] = lambda: None,
-        waits: bool = True,
-    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
-        """As `NodeSession.exchange`, of a store of all workers."""
-
-        def follow(request: Request) -> None:
-            self._begun(request)
-            begun(request)
-
-        return self.node.exchange(sends, as_request, follow, sent, waits=waits)
+    def begun(self, requests: list[Request], request: Request) -> None:
+        """A call that a thread made by itself has become a request: add it to a list, and to what is under way."""
+        self._begun(request)
+        requests.append(request)
 
     def _begun(self, request: Request) -> None:
         self._under_way.add(request)
@@ -255,7 +244,12 @@ class StoreLink:
         """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
         head, body = encode(message, self.node.sender)
         sends = [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])]
-        answers = self.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), begun)
+
+        def follow(request: Request) -> None:
+            self._begun(request)
+            begun(request)
+
+        answers = self.node.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), follow)
         if isinstance(answers, list):
             request = Request(what)
             request.resolve(tuple(map(decode, answers)), None)

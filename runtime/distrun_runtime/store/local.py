@@ -107,29 +107,28 @@ class LocalBackend(StoreBackend):
         update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
         return self._made("pushpull", keys, update, write)
 
-    def planned(self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None) -> bool:
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
         if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
-            return False
+            return None
         with self._lock:
             if self._plans is None:
                 from distrun_runtime.arrays.plans import Plans
 
                 self._plans = Plans(devices.gpus())
             try:
-                if self.lifetime.is_over or not self._plans.call(keys, given, outs, self._weights.planned):
-                    return False
+                made = self._plans.call(keys, given, outs, self._weights.planned, scale)
+                if made is None:
+                    return None
             except KVError as err:
-                from distrun_runtime.arrays.cuda import CudaError
-
-                if isinstance(err, CudaError):
-                    raise err.about(keys.named)
                 raise KVError(f"{keys.named}: {err}") from err
             if given is not None:
                 self._note_push(keys, keys.size_bytes)
             if outs is not None:
                 copies = len(outs[0]) if isinstance(outs[0], (list, tuple)) else 1
                 self._counters.bytes_out += copies * keys.size_bytes
-        return True
+        return made
 
     def _made(self, call: str, keys: Selection, *work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
@@ -162,10 +161,8 @@ class LocalBackend(StoreBackend):
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
-        nbytes = keys.size_bytes
-        if keys.has_rows:
-            nbytes = sum(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes for value in values)
-        self._note_push(keys, nbytes)
+        given: list[Any] = [each.values if isinstance(each, RowSparse) else each for each in values if keys.has_rows]
+        self._note_push(keys, sum(each.nbytes for each in given) if keys.has_rows else keys.size_bytes)
 
     def _note_push(self, keys: Selection, nbytes: int) -> None:
         self._counters.bytes_in += nbytes

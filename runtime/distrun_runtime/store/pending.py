@@ -148,10 +148,21 @@ def _cause(owner: object, error: BaseException) -> str:
 
 
 class CompletedCall(Pending):
-    """A call that was over when it returned."""
+    """A call that was over when it returned.
 
-    def __init__(self, what: str, error: BaseException | None = None, late: Late | None = None) -> None:
+    Arguments:
+        then: is called by each `wait`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        error: BaseException | None = None,
+        late: Late | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
         self.what = what
+        self._then = then
         self._error = error
         self._late = late
         if error is not None and late is not None:
@@ -169,6 +180,8 @@ class CompletedCall(Pending):
             if self._late is not None:
                 self._late.forget(self)
             raise self._error
+        if self._then is not None:
+            self._then()
 
 
 class BorrowedArrays:

@@ -27,17 +27,20 @@ from distrun_runtime.ps.routing import Portion, Route, step_of
 from distrun_runtime.ps.session import PlannedSend
 from distrun_runtime.store.base import Selection
 from distrun_runtime.store.keys import Key
+from distrun_runtime.store.pending import CompletedCall
+from distrun_runtime.transport.host_paths import LARGE_BYTES
 
 PLANNED_BYTES = 16 * 1024 * 1024
 """Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
-STAGED_BYTES = 32 * 1024
-"""Messages of fewer bytes do not go by shared memory: a reference costs as much as the copies."""
+STAGED_BYTES = LARGE_BYTES
+"""Messages of fewer bytes do not go by shared memory."""
 PLANS = 1024
 """So many plans a store has: enough for push and pull of each of some hundred keys. One takes about as much memory as
 the list of its keys."""
 
 _STEP = struct.Struct("<I")
-_PAYLOAD_AT = HEAD_BYTES + ENTRY.fields["payload"][1]  # type: ignore[index]
+_PAYLOADS = slice(HEAD_BYTES + ENTRY.fields["payload"][1], None, ENTRY.itemsize)  # type: ignore[index]
+"""Where a head has the kind of each entry's payload."""
 _PACKED = bytes([Payload.PACKED])
 
 Name = tuple[Kind, tuple[Key, ...], int, float]
@@ -50,8 +53,12 @@ class PlannedMessage:
     def __init__(self, portion: Portion, head: bytes, has_answer: bool) -> None:
         self.portion = portion
         self.size_bytes = portion.size * portion.dtype.itemsize
+        self.is_small = max(self.size_bytes, len(head)) < STAGED_BYTES
         self._bucket = portion.bucket
         self._has_answer = has_answer
+        self._sent: PlannedSend | None = None
+        """What was sent last, if it may be sent again; and its payload."""
+        self._payloads: Sequence[Buffer] = ()
         self.into: memoryview | None = None
         """Where a large answer is received, if it comes as bytes: memory that is there already."""
         self.head = bytearray(head)
@@ -59,7 +66,7 @@ class PlannedMessage:
 
     def renew(self) -> None:
         """Write no memory any more that may still be in use."""
-        self.into = None
+        self.into = self._sent = None
         self.head = bytearray(self.head)
         self._rounds = np.frombuffer(self.head, ENTRY, offset=HEAD_BYTES)["round"] if not self._bucket else None
 
@@ -68,7 +75,7 @@ class PlannedMessage:
         if self._bucket != self.portion.bucket:
             return False
         if self._rounds is not None:
-            self._rounds[...] = rounds[self.portion.items]
+            self._rounds[:] = rounds[self.portion.at]
             return True
         step = step_of(self.portion, rounds)
         if step >= 0:
@@ -77,15 +84,21 @@ class PlannedMessage:
 
     def send(self, text: bytes, payloads: Sequence[Buffer], is_staged: bool) -> PlannedSend:
         """Return the message to be sent; `is_staged`: its answer is in memory that is shared."""
-        if self._has_answer and self.into is None and self.size_bytes >= STAGED_BYTES and not is_staged:
+        if self._has_answer and self.into is None and not (self.is_small or is_staged):
             self.into = memoryview(bytearray(self.size_bytes))
-        return PlannedSend(self.portion.link, [self.head, text, *payloads], self.into)
+        last = self._sent
+        if last is None or payloads is not self._payloads or last.into is not self.into:
+            frames = [self.head, text, *payloads]
+            last = PlannedSend(self.portion.link, frames, self.into, self.is_small, self._has_answer)
+            # Of memory that is shared there is other memory each time.
+            self._sent, self._payloads = (last, payloads) if self.is_small else (None, ())
+        return last
 
     def is_answered(self, frames: Sequence[Buffer]) -> bool:
         """Whether an answer has the values and says nothing else."""
-        if len(frames[1]) or bytes(frames[0][_PAYLOAD_AT :: ENTRY.itemsize]).strip(_PACKED):
+        if len(frames[1]) or bytes(frames[0][_PAYLOADS]).strip(_PACKED):
             return False
-        return size_of(frames[2:]) == self.size_bytes
+        return (len(frames[2]) if len(frames) == 3 else size_of(frames[2:])) == self.size_bytes
 
 
 @dataclass(eq=False)
@@ -99,10 +112,9 @@ class CallPlan:
     text: bytes
     """The body of all messages."""
 
-    @property
-    def what(self) -> str:
-        """The call, for people."""
-        return f"{self.name[0].name.lower()} of {self.keys.named}"
+    def __post_init__(self) -> None:
+        self.done = CompletedCall(f"{self.name[0].name.lower()} of {self.keys.named}")
+        """The outcome of a call that was made, and of which nothing more is to be told."""
 
     def fits(self, kind: Kind, values: Any, outs: Any) -> bool:
         """Whether arrays, as they were given for the keys, are as the plan has them.
@@ -110,18 +122,16 @@ class CallPlan:
         Raises:
             KVError: outputs of two keys share memory.
         """
-        if kind is not Kind.PULL and not self._are_alike(values):
+        if kind is not Kind.PULL and not self.keys.fits(values):
             return False
         if kind is Kind.PUSH:
             return True
-        return (
-            ((kind is Kind.PUSHPULL and outs is values) or self._are_alike(outs))
-            and self.keys.takes(outs)
-            and all(outs[item].flags.c_contiguous for item in self.route.runs)
-        )
-
-    def _are_alike(self, arrays: Any) -> bool:
-        return (type(arrays) is tuple or type(arrays) is list) and self.keys.fits(arrays)
+        if not ((kind is Kind.PUSHPULL and outs is values) or self.keys.fits(outs)) or not self.keys.takes(outs):
+            return False
+        for item in self.route.runs:  # noqa: SIM110  # a generator would take several times as long
+            if not outs[item].flags.c_contiguous:
+                return False
+        return True
 
     def renew(self) -> None:
         """Write no memory any more that may still be in use."""
@@ -130,10 +140,10 @@ class CallPlan:
 
     def take(self, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> bool:
         """Write what came to outputs; return False if there is more in the answers, and write nothing."""
-        pairs = list(zip(self.messages, answers, strict=True))
-        if not all(each.is_answered(frames) for each, frames in pairs):
-            return False
-        for each, frames in pairs:
+        for each, frames in zip(self.messages, answers, strict=True):
+            if not each.is_answered(frames):
+                return False
+        for each, frames in zip(self.messages, answers, strict=True):
             each.portion.scatter(frames[2:], outs)
         return True
 
@@ -170,7 +180,7 @@ class CallPlans(OrderedDict[Name, CallPlan]):
         if found is None or type(priority) is not int:
             return None
         # Equal keys may be of other types: True, numpy's integers.
-        if type(found.name[1][0]) is int and set(map(type, names)) != {int}:
+        if names[0] is not key and type(found.name[1][0]) is int and set(map(type, names)) != {int}:
             return None
         self.move_to_end(found.name)
         return found

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.device import DeviceArray, Threads, is_on_host
+from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -44,7 +45,9 @@ def reducer_for(type_name: str, memory: Memory = np.empty, compressor: Compresso
         memory: makes the arrays that values of GPUs are copied to.
         compressor: the store's.
     """
-    threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
+    environ.read("DISTRUN_COPY_THREADS")  # a wrong value is said before any call needs it
+    bound = 4 * environ.read("MXNET_KVSTORE_BIGARRAY_BOUND")  # bytes of so many float32
+    threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), bound)
     if not on_devices(type_name):
         return Reducer(threads, memory, is_shared=is_dist(type_name))
     return DeviceReducer(threads, memory, compressor, is_shared=is_dist(type_name))
@@ -319,11 +322,7 @@ class SumDevices:
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     """Return the dtypes of keys whose values may be on GPUs, each with its first key."""
-    result: dict[DType, Key] = {}
-    for record in records:
-        if not record.is_sparse:
-            result.setdefault(record.dtype, record.key)
-    return result
+    return {record.dtype: record.key for record in reversed([*records]) if not record.is_sparse}
 
 
 def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:

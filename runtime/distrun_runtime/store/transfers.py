@@ -286,7 +286,7 @@ class Transfers:
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
         node = self._link.node
-        if not any(node.staging(portion.link) for portion in route.portions):
+        if not node.has_arrays or not any(node.staging(portion.link) for portion in route.portions):
             return frozenset()
         return frozenset(
             item
@@ -498,20 +498,23 @@ class Transfers:
         The call is this worker's next contribution, so it has to be sent.
         """
         kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
-        rounds = self._rounds[route.numbers]
+        rounds = self._rounds[route.at].copy()
         if kind is not Kind.PULL:
-            rounds += 1
+            if len(rounds) == 1:
+                rounds[0] += 1  # in a tenth of the time
+            else:
+                rounds += 1
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
         in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
         for each in plan.messages:
             if not each.is_at(rounds):
                 return None
-            pool = self._staging(each.portion)
+            pool = None if each.is_small else self._staging(each.portion)
             payloads = () if kind is Kind.PULL else each.portion.gather(values, False, pool, in_place)
             sends.append(each.send(plan.text, payloads, pool is not None))
         if kind is not Kind.PULL:
-            self._rounds[route.numbers] = rounds
+            self._rounds[route.at] = rounds
         return PlannedCall(plan, rounds, sends)
 
     def asked(self, made: PlannedCall) -> Asked:
@@ -521,7 +524,7 @@ class Transfers:
         pairs = zip(made.plan.messages, made.sends, strict=True)
         loaded = [(each.portion, send.frames[2:], payload) for each, send in pairs]
         messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
-        return Asked(made.plan.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
+        return Asked(made.plan.done.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
 
     def goes_on(self, made: PlannedCall, request: Request) -> Taking:
         """A steady call has become a request; return what takes its replies in."""
@@ -535,12 +538,13 @@ class Transfers:
 
     def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array], own: bool) -> Notes:
         """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
-        plan, numbers = made.plan, made.plan.route.numbers
+        plan, at = made.plan, made.plan.route.at
         if plan.name[0] is Kind.PUSH:
             return {}
         if not plan.take(answers, outs):
             return self._taking(made)([(out,) for out in outs], own, tuple(map(decode, answers)))
-        self._answered[numbers] = np.maximum(self._answered[numbers], made.rounds)
+        if self._link.node.has_arrays:  # else servers read none where it is
+            self._answered[at] = np.maximum(self._answered[at], made.rounds)
         return {}
 
     # Messages

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
+from distrun_runtime.arrays.dtypes import Array, DType, is_float, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import PLAIN, RuleSpec
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.reduce import scaled
 from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
@@ -28,12 +29,12 @@ from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.values import Values
 from distrun_runtime.store.base import Selection, Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
-from distrun_runtime.store.reducer import end_to_end, is_gpu_array
+from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-    from distrun_runtime.arrays.plans import CallArrays
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn
+    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied to a GPU, before their keys are updated."""
@@ -43,8 +44,6 @@ CHUNK = 1 << 16
 """So many elements are copied together: they are in the processor's cache when the step comes to them."""
 UPDATER = RuleSpec(rules.UPDATER, {})
 """Stands for a function of the user's."""
-CALLS, CALLED_KEYS, PLANS = 4096, 1 << 16, 64
-"""What was found out is kept for so many calls, of so many keys in all, and for so many layouts of the sums of each."""
 
 
 class Stored(NamedTuple):
@@ -55,11 +54,6 @@ class Stored(NamedTuple):
     shard: int
     array: DeviceArray
     """Its elements, in the user's shape."""
-
-
-_PlannedStep = tuple[int, int, int, Array, WeightStep]
-"""A step by a part of an array that has sums: its number, first and last element, the shards, and what steps. This is
-without the part, and of a store without a rule only the weight."""
 
 
 class _Together:
@@ -75,59 +69,23 @@ class _Together:
         self.values = values = stored[at[0]].values
         self.at, self._code = at, code
         self._arrays = [stored[each].array for each in at]
-        self._shards = shards = np.array([stored[each].shard for each in at])
-        self._joins, self._sizes = _joins(values.store.length[shards])
-        self._steps: dict[tuple[int, int, tuple[int, ...]], tuple[list[_PlannedStep], bytes]] = {}
-        """Of keys from the first to the last, by sums in arrays of these sizes; and how many updates each key had."""
+        self._shards = np.array([stored[each].shard for each in at])
+        self._joins, self._sizes = _joins(values.store.length[self._shards])
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        if not self.values.device.is_gpu and self.values.rule is None:
+        values = self.values
+        if values.device.is_gpu:
+            for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
+                shards = self._shards if last - first == len(sums) else self._shards[first:last]
+                flat = [each.reshape(-1) for each in some]
+                arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
+        elif values.rule is None:
             for array, total in zip(self._arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
-            return
-        if not self.values.device.is_gpu:
-            self._update(0, len(sums), self._sizes, _joined(sums, self._joins, scale))
-            return
-        for first, last, some in _on_gpu(cast("GpuDevice", self.values.device), sums, scale):
-            found = end_to_end(some)
-            self._update(first, last, tuple(map(len, found)), found)
-
-    def _update(self, first: int, last: int, sizes: tuple[int, ...], sums: Iterable[DeviceArray]) -> None:
-        """Update some keys by their sums, which are end to end in flat arrays of these sizes."""
-        values, there, at, given = self.values, iter(sums), -1, cast(Any, None)
-        shards = self._shards[first:last]
-        # Kept again when all steps are made: one that was interrupted has other counts than the shards.
-        planned, counts = self._steps.pop((first, last, sizes), ([], b""))
-        if values.steps[shards].tobytes() != counts:
-            if len(self._steps) >= PLANS:
-                self._steps.clear()
-            planned = self._planned(shards, sizes)
-        steps: list[tuple[Array, WeightStep]] = []
-        for number, begin, end, here, (weight, _, state, knobs) in planned:
-            while at < number:
-                at, given = at + 1, next(there)
-            if values.rule is None:
-                values.device.sum([given[begin:end]], weight)
-                continue
-            steps.append((here, WeightStep(weight, (given[begin:end],), state, knobs)))
-            if values.is_on_host:  # while they are in the processor's cache
-                arithmetic.step_all(values, steps)
-                steps = []
-        arithmetic.step_all(values, steps)
-        self._steps[first, last, sizes] = planned, values.steps[shards].tobytes()
-
-    def _planned(self, shards: Array, sizes: tuple[int, ...]) -> list[_PlannedStep]:
-        values, planned = self.values, list[_PlannedStep]()
-        for run, (number, begin, _) in zip(*arithmetic.laid_out(values, shards, sizes), strict=True):
-            here, weight = shards[run.first : run.last], values.arenas[self._code].view(run.begin, run.end)
-            steps: Iterable[tuple[Array, WeightStep]] = [(here, WeightStep(weight, (), {}, PLAIN))]
-            if values.rule is not None:
-                steps = arithmetic.steps_of(values, self._code, here, run, weight=weight, parts=())
-            for some, step in steps:
-                planned.append((number, begin, begin + len(step.weight), some, step))
-                begin += len(step.weight)
-        return planned
+        else:
+            arrays = (_joined(sums[first:last], scale) for first, last in self._joins)
+            arithmetic.update_by(values, self._code, self._shards, self._sizes, arrays)
 
 
 class Weights:
@@ -152,11 +110,11 @@ class Weights:
         self._host = host
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
-        self.calls: dict[Selection, tuple[list[int], list[_Together]]] = {}
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together; the call
-        that was used longest ago first. Another object once arrays have moved, or have other states."""
-        self._called_keys = 0
-        """Of all these calls."""
+        self.calls: WeakKeyDictionary[Selection, tuple[list[int], list[_Together]]] = WeakKeyDictionary()
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together. Another
+        object once arrays have moved, or have other states."""
+        self.buckets: WeakValueDictionary[tuple[Any, ...], GpuArray] = WeakValueDictionary()
+        """What the plans of calls share."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
         """GPUs that may update weights of a dtype: no push waits until a rule is compiled for them."""
         self._preparing = threading.Lock()
@@ -226,7 +184,7 @@ class Weights:
             there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self.calls = {}
+        self.calls = WeakKeyDictionary()
 
     def _to_host(self) -> None:
         self._move(self._new(self._host), [each.record for each in self.kept.values()])
@@ -241,7 +199,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        self.calls[keys] = alone, together = self.calls.pop(keys) if keys in self.calls else self._planned(keys)
+        alone, together = self.calls.get(keys) or self._planned(keys)
         for at in alone:
             self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
         for each in together:
@@ -269,7 +227,7 @@ class Weights:
         self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
-        """Return what `calls` keeps of a call, and make room for it."""
+        """Return what `calls` keeps of a call."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -280,11 +238,7 @@ class Weights:
             else:
                 groups.setdefault((values.device, code), []).append(at)
         together = [_Together(code, its, every) for (_, code), its in groups.items()]
-        self._called_keys = len(keys.keys) + (self._called_keys if self.calls else 0)
-        while self.calls and (len(self.calls) >= CALLS or self._called_keys > CALLED_KEYS):
-            oldest = next(iter(self.calls))
-            self._called_keys -= len(oldest.keys)
-            del self.calls[oldest]
+        self.calls[keys] = alone, together
         return alone, together
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
@@ -301,13 +255,16 @@ class Weights:
     def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
         """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
         stored = [self.kept[key] for key in keys.keys]
-        if any(each.values.device is not call.device for each in stored):
+        are_here = all(each.values.device.is_gpu for each in stored)
+        if not are_here or (call.is_scaled and not all(map(is_float, keys.dtypes))):
             return None
-        if call.parts and self.rule is not None:
-            are_new = any(each.values.steps[each.shard] < 0 for each in stored)
-            if are_new or len(call.parts) > 2 or not can_fuse(self.rule):  # kernels that are compiled take two parts
-                return None
-        return PlannedUpdate(self, keys, call)
+        are_new = any(each.values.steps[each.shard] < 0 for each in stored)
+        if call.parts and self.rule is not None and (are_new or not can_fuse(self.rule)):
+            return None
+        try:
+            return PlannedUpdate(self, keys, call)
+        except _NoPlan:
+            return None
 
     # What updates
 
@@ -380,7 +337,7 @@ class Weights:
             if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
                 self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self.calls = {}
+                self.calls = WeakKeyDictionary()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -403,103 +360,180 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
-        self.calls = {}
+        self.calls = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.kept, self._values, self.calls, self.spec, self.rule = {}, {}, {}, None, None
+        self.kept, self._values, self.spec, self.rule = {}, {}, None, None
+        self.calls = WeakKeyDictionary()
+
+
+class _NoPlan(Exception):
+    """A call is made as if it came only once."""
 
 
 class PlannedUpdate:
-    """An update of values on a GPU, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
+    """An update of values on GPUs, and what is written of them: the same again and again (`arrays.plans.PlannedWork`).
 
-    A result without a rule is written by the sum's own kernel, to the store and to the outs.
+    Each value is summed and updated where it is. What the call has on another GPU goes there and back by buckets: one
+    kernel and one copy for all keys. A result without a rule is written by the sum's own kernel, to the store and to
+    the outs.
     """
 
     def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
+        self._weights, self._layout, self._rule, self._call = weights, weights.calls, weights.rule, call
+        # Kernels that are compiled take two parts.
+        self._sums_first = call.is_scaled or (weights.rule is not None and len(call.parts) > 2)
+        self._scale = 1.0
+        self._buckets: dict[tuple[Any, ...], GpuArray] = {}
+        self._before: list[Callable[[], object]] = []
+        """What brings the sums to the values, or to where the rule reads them."""
+        self._steps: list[_PlannedSteps] = []
+        self._after: list[Callable[[], object]] = []
+        """What brings the values to the outs."""
+        homes: dict[Values, dict[DType, list[int]]] = {}
+        for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
+            homes.setdefault(weights.kept[key].values, {}).setdefault(dtype, []).append(number)
+        for values, groups in homes.items():
+            stored = {number: weights.kept[keys.keys[number]] for its in groups.values() for number in its}
+            given = [
+                self._planned(cast("GpuDevice", values.device), numbers, [stored[number] for number in numbers])
+                for numbers in groups.values()
+            ]
+            if call.parts and weights.rule is not None:
+                self._steps.append(_PlannedSteps(weights.rule, list(stored.values()), given, self._sums_first))
+        self._work = [*self._before, *(each.make for each in self._steps), *self._after]
+
+    def _planned(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> list[TensorColumn]:
+        """Plan what is done with keys of one dtype whose values are on one GPU; return what a rule reads."""
         from distrun_runtime.arrays.cuda import Read, Write
-        from distrun_runtime.arrays.gpu import TensorColumn, counts_of
+        from distrun_runtime.arrays.gpu import TensorColumn
 
-        self._weights, self._layout, self._rule = weights, weights.calls, weights.rule
-        stored = [weights.kept[key] for key in keys.keys]
-        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
-        self._states: list[Any] = []
-        """Of each value, if a rule makes a step."""
-        self._updates = self._values.steps[self._shards]
-        """Of each value, before the next step."""
-        self._sums: list[Callable[[], None]] = []
-        self._steps: GpuSteps | None = None
-        self._copies: list[Callable[[], None]] = []
-        if call.parts and weights.rule is not None:
-            self._states = [self._values.state_of(each.shard) for each in stored]
-            knobs = map(self._values.knobs_of, self._shards.tolist())
-            items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
-            self._steps = GpuSteps(weights.rule, items, call.parts)
+        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
+        own, kind, parts = [each.array for each in stored], dtype, list[TensorColumn]()
+        for at, column in enumerate(self._call.parts):
+            there, part = _device_of(column, numbers), column.arrays.some(numbers)
+            parts.append(
+                part if there is home else self._carried(self._before, part, there, home, sizes=sizes, what=(at, dtype))
+            )
+        if parts and self._sums_first:
+            kind = work_dtype(dtype)
+            bucket = self._bucket(home, sum(sizes), "sums", kind)
+            into = TensorColumn.within(Write, bucket, sizes)
+            self._before.append(home.sum_lists(parts, [into], sizes, dtype, kind))
+            if self._call.is_scaled:
+                self._before.append(lambda: home.scale(bucket, self._scale))
+            parts = [TensorColumn.within(Read, bucket, sizes)]
+        outs: dict[GpuDevice, list[TensorColumn]] = {}
+        for column in self._call.outs:
+            outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
+        if parts and self._rule is None:
+            at_once = outs.pop(home, []) if self._call.are_apart else []
+            self._before.append(home.sum_lists(parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
+        for there, columns in outs.items():
+            value = TensorColumn.of(Read, own)
+            if there is not home:
+                value = self._carried(self._after, value, home, there, sizes=sizes, what=("outs", dtype))
+            self._after.append(there.sum_lists([value], columns, sizes, dtype))
+        return parts
 
-        def sums(parts: list[TensorColumn], outs: list[TensorColumn]) -> Callable[[], None]:
-            launch = call.device.sum_lists(parts, outs, sizes, dtype)
-            return partial(launch.run, counts_of(len(parts), len(outs)))
+    def _carried(
+        self,
+        work: list[Callable[[], object]],
+        column: TensorColumn,
+        *way: GpuDevice,
+        sizes: list[int],
+        what: tuple[object, DType],
+    ) -> TensorColumn:
+        """Return a column of one GPU on another, to which work brings it by one copy."""
+        from distrun_runtime.arrays.cuda import Read, Write
+        from distrun_runtime.arrays.gpu import TensorColumn
 
-        for dtype in dict.fromkeys(keys.dtypes):
-            numbers = [number for number, each in enumerate(keys.dtypes) if each == dtype]
-            sizes = [keys.records[number].size for number in numbers]
-            its = [stored[number].array for number in numbers]
-            parts, outs = ([each.some(numbers) for each in columns] for columns in (call.parts, call.outs))
-            if parts and self._steps is None:
-                at_once = outs if call.are_apart else []
-                self._sums.append(sums(parts, [TensorColumn.of(Write, its), *at_once]))
-                outs = outs[len(at_once) :]
-            if outs:
-                self._copies.append(sums([TensorColumn.of(Read, its)], outs))
+        there, here = (self._bucket(each, sum(sizes), *what) for each in way)
+        if there.nbytes > COPIED_BYTES:
+            raise _NoPlan
+        work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, what[1]))
+        work.append(partial(way[1].write, here, there))
+        return TensorColumn.within(Read, here, sizes)
+
+    def _bucket(self, device: GpuDevice, size: int, what: object, dtype: DType) -> GpuArray:
+        """Return a flat array that the plans of a store share: one call uses it at a time."""
+        name = (device, size, what, dtype)
+        made = self._buckets[name] = self._weights.buckets.get(name) or device.empty((size,), dtype)
+        self._weights.buckets[name] = made
+        return made
 
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
-        if self._weights.calls is not self._layout or self._weights.rule is not self._rule:
+        is_same = self._weights.calls is self._layout and self._weights.rule is self._rule
+        return is_same and all(map(_PlannedSteps.is_valid, self._steps))
+
+    def run(self, scale: float) -> None:
+        """Launch all of it."""
+        self._scale = scale
+        for work in self._work:
+            work()
+
+
+def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
+    if len(devices := {column.devices[number] for number in numbers}) > 1:
+        raise _NoPlan
+    return devices.pop()
+
+
+class _PlannedSteps:
+    """The rule's steps of values on one GPU, by columns of parts: of some values first, then of the next ones."""
+
+    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[list[TensorColumn]], is_work: bool) -> None:
+        from distrun_runtime.arrays.cuda import Read
+        from distrun_runtime.arrays.gpu import TensorColumn
+
+        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
+        self._states: list[Any] = [self._values.state_of(each.shard) for each in stored]
+        self._updates = self._values.steps[self._shards]
+        """Of each value, before the next step."""
+        knobs = map(self._values.knobs_of, self._shards.tolist())
+        items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
+        columns = [TensorColumn.joined(Read, each) for each in zip(*given, strict=True)]
+        self._steps = GpuSteps(rule, items, columns, is_work=is_work)
+
+    def is_valid(self) -> bool:
+        """Tell whether all values have had equally many updates since the last step."""
+        ahead = self._values.steps[self._shards] - self._updates
+        if (ahead != ahead[0]).any():
             return False
-        if self._steps is not None:
-            ahead = self._values.steps[self._shards] - self._updates
-            if (ahead != ahead[0]).any():
-                return False
-            if ahead[0]:  # steps of other calls of the same keys
-                self._steps.skip(int(ahead[0]))
-                self._updates += ahead
+        if ahead[0]:  # steps of other calls of the same keys
+            self._steps.skip(int(ahead[0]))
+            self._updates += ahead
         return True
 
-    def run(self) -> None:
-        """Launch all of it."""
-        for launch in self._sums:
-            launch()
-        if self._steps is not None:
-            try:
-                self._steps.make()
-                self._updates += 1
-            except BaseException:  # some may have been made
-                self._steps.count()
-                self._updates[:] = [state["updates"] for state in self._states]
-                raise
-            finally:
-                self._values.steps[self._shards] = self._updates
-        for launch in self._copies:
-            launch()
+    def make(self) -> None:
+        """Make a step of each."""
+        try:
+            self._steps.make()
+            self._updates += 1
+        except BaseException:  # some may have been made
+            self._steps.count()
+            self._updates[:] = [state["updates"] for state in self._states]
+            raise
+        finally:
+            self._values.steps[self._shards] = self._updates
 
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
-    ends = np.cumsum(sizes)
-    is_long, chunk = sizes >= JOINED_ELEMENTS, (ends - sizes) // CHUNK
+    is_long, chunk = sizes >= JOINED_ELEMENTS, (np.cumsum(sizes) - sizes) // CHUNK
     first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
-    joins = list(zip(first, [*first[1:], len(sizes)], strict=True))
-    return joins, tuple(np.add.reduceat(sizes, first).tolist())
+    return list(zip(first, [*first[1:], len(sizes)], strict=True)), tuple(np.add.reduceat(sizes, first).tolist())
 
 
-def _joined(sums: Sequence[Array], joins: Sequence[tuple[int, int]], scale: float) -> Iterator[Array]:
-    """Yield sums in host memory, flat, those of each run end to end; times a number, in their work dtype then."""
-    for first, last in joins:
-        flat = sums[first].reshape(-1)
-        if last > first + 1:
-            some = sums[first:last]
-            flat = np.concatenate(some if len({each.dtype for each in some}) == 1 else [*map(widen, some)], axis=None)
-        yield flat if scale == 1 else scaled(widen(flat), scale)
+def _joined(sums: Sequence[Array], scale: float) -> Array:
+    """Return sums in host memory, flat and end to end; times a number, in their work dtype then."""
+    flat = sums[0].reshape(-1)
+    if len(sums) > 1:
+        alike = len({each.dtype for each in sums}) == 1
+        flat = np.concatenate(sums if alike else [*map(widen, sums)], axis=None)
+    return flat if scale == 1 else scaled(widen(flat), scale)
 
 
 def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:

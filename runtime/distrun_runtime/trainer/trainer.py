@@ -18,6 +18,7 @@ from typing import Any, Type, Union, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import cores
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
@@ -114,7 +115,8 @@ class Overlap:
             if self._may_send:
                 for each in group:
                     self._params[each].follow()
-                self._send(self._sent, [(each, self._params[each].gradients()) for each in group])
+                with cores.beside_backward():
+                    self._send(self._sent, [(each, self._params[each].gradients()) for each in group])
 
     def _devices(self, index: int) -> int:
         return len(self._params[index].replicas)

@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,18 @@ def _table(count: int) -> struct.Struct:
     return struct.Struct(f"<{count + 1}I{'' if count % 2 else '4x'}")
 
 
-_TABLES = [_table(count) for count in range(16)]
+_FEW = 16
+_TABLES = [_table(count) for count in range(_FEW)]
 """Of messages of few frames."""
+
+
+def _table_of(sizes: tuple[int, ...]) -> tuple[bytes, int]:
+    """Return the table of a message with frames of these sizes, and how many bytes it has with them."""
+    table = _table(len(sizes)).pack(len(sizes), *sizes)
+    return table, len(table) + sum(sizes)
+
+
+_usual_table = lru_cache(256)(_table_of)
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -100,6 +110,10 @@ class DirectKind(IntEnum):
     """The opener's proof, on the stream."""
     ACCEPTOR = 4
     """The acceptor's."""
+
+
+Sink = Callable[[Link, Sequence[Buffer]], "Sequence[Buffer] | None"]
+"""Is given a message; returns what is to arrive of it; None: it was taken."""
 
 
 class _Sending:
@@ -177,9 +191,9 @@ class _DirectStream:
 
     def send(self, frames: Sequence[Buffer]) -> Lease:
         """Send a message, or queue what the socket does not take."""
-        count, sizes = len(frames), list(map(BYTES, map(VIEW, frames)))
-        table = (_TABLES[count] if count < len(_TABLES) else _table(count)).pack(count, *sizes)
-        item = _Sending([table, *frames], len(table) + sum(sizes))
+        sizes = tuple(map(BYTES, map(VIEW, frames)))
+        table, size = (_usual_table if len(sizes) < _FEW else _table_of)(sizes)
+        item = _Sending([table, *frames], size)
         self.out.append(item)
         self.recent = frames[:2]
         if len(self.out) == 1:
@@ -248,37 +262,38 @@ class _DirectStream:
         Raises:
             ValueError: they are no messages.
         """
-        messages = list(messages)
-        view, at, length = memoryview(data), 0, len(data)
+        messages, at, length = [*messages], 0, len(data)
+        view = memoryview(data)
         while length - at >= 8:
             (count,) = _COUNT.unpack_from(data, at)
             if not 0 < count <= FRAMES_LIMIT:
                 raise ValueError(f"a message of {count} frames")
-            table = _TABLES[count] if count < len(_TABLES) else _table(count)
+            table = _TABLES[count] if count < _FEW else _table(count)
             start = at + table.size
             if start > length:
                 break
-            sizes = table.unpack_from(data, at)[1:]
-            if max(sizes) > FRAME_LIMIT:
-                raise ValueError(f"a frame of {max(sizes)} bytes; the limit is {FRAME_LIMIT}")
+            _, *sizes = table.unpack_from(data, at)
             end = start + sum(sizes)
-            if end > length and end - at <= LONG_BYTES:
-                break
+            if end > length:
+                if max(sizes) > FRAME_LIMIT:
+                    raise ValueError(f"a frame of {max(sizes)} bytes; the limit is {FRAME_LIMIT}")
+                if end - at <= LONG_BYTES:
+                    break
             frames: list[Buffer] = []
-            for number, size in enumerate(sizes):
-                if start + size > length:
-                    return messages, b"", [], self._long(frames, sizes[number:], view[start:])
+            for size in sizes:
+                stop = start + size
+                if stop > length:
+                    return messages, b"", [], self._long(frames, sizes[len(frames) :], view[start:])
                 # Elements lie at multiples of their size, and the first frame is looked up by its bytes.
-                is_copied = not number or start % 8
-                frames.append(data[start : start + size] if is_copied else view[start : start + size])
-                start += size
+                frames.append(view[start:stop] if frames and not start % 8 else data[start:stop])
+                start = stop
             messages.append(frames)
             at = end
         return messages, data[at:], [], None
 
     def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _LongMessage:
         into = self.into
-        if into is None or len(frames) != 2 or sizes != (len(into),):
+        if into is None or len(frames) != 2 or sizes != [len(into)]:
             into = np.empty(sum(sizes), np.uint8).data
         into[: len(came)] = came
         return _LongMessage(frames, sizes, into, [len(came)])
@@ -317,18 +332,19 @@ class TurnLock:
         """It waits: a signal handler that runs in it may give the turn away (`give_away`)."""
         self._is_given_away = False
         """A `wait` is to end as soon as it goes on."""
-        self._is_asked_for = False
+        self.is_asked_for = False
+        """Whether there is something that `begin` is to forget."""
 
     def want(self) -> None:
         """Have the thread that has the turn wait for nothing any more. Threads: any."""
         if self.lock.locked():
-            self._is_asked_for = True
+            self.is_asked_for = True
             os.eventfd_write(self.fd, 1)
 
     def begin(self) -> None:
         """Forget who wanted the turn before. For the thread that has it, before it looks for what others want."""
-        if self._is_asked_for and not self._is_given_away:
-            self._is_asked_for = False
+        if self.is_asked_for and not self._is_given_away:
+            self.is_asked_for = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
 
@@ -341,10 +357,10 @@ class TurnLock:
             self.is_waiting = False
             if self.owner != owner:
                 self.lock.acquire()
-                self.owner, self._is_given_away, self._is_asked_for, news = owner, False, True, []
+                self.owner, self._is_given_away, self.is_asked_for, news = owner, False, True, []
         for fd, _ in news:
             if fd == self.fd:
-                self._is_asked_for = True  # `want` may have written to it after a `begin` that found nothing.
+                self.is_asked_for = True  # `want` may have written to it after a `begin` that found nothing.
                 return []
         return news
 
@@ -397,7 +413,8 @@ class DirectTransport:
         self._peers: dict[Link, str] = {}
         """Addresses of the nodes to which we have connected."""
         self._epoll = select.epoll()
-        inner.watch(self._epoll.fileno())
+        self._epoll.register(inner.fileno(), select.EPOLLIN)
+        self._inner_news = inner.fileno(), select.EPOLLIN
         self._sources: dict[int, Callable[[int], None]] = {}
         """What acts on the news of each descriptor."""
         self._listeners: list[socket.socket] | None = None
@@ -413,13 +430,20 @@ class DirectTransport:
         """Those that all messages are sent on."""
         self._open: dict[Link, _DirectStream] = {}
         """Of these, those on which all messages come."""
+        self.is_open = self._open.__contains__
+        """Whether all messages of a link travel on a direct connection."""
         self._ending: dict[Link, tuple[Down, float]] = {}
         """Links that have ended over ZeroMQ, and how long what comes by stream is still taken in."""
         self._turn: TurnLock | None = None
         self._taken: tuple[Link, ...] = ()
         """Links that another thread has taken."""
+        self._unheard: list[Link] = []
+        """These, and others that it has given back: it mostly takes them again before anything else comes there. The
+        polling thread waits for them again from its next `poll` on; if nothing wakes it, that is a tick of its loop."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
         self._events: list[Event] = []
+        self.sink: Sink | None = None
+        """Is given each message that comes by stream while there are no events, and what it takes is none."""
 
     # The interface of a transport
 
@@ -462,10 +486,40 @@ class DirectTransport:
         return lease
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Wait for events and return them."""
-        if self._ending:
-            timeout_s = min(timeout_s, *(until - time.monotonic() for _, until in self._ending.values()))
-        for event in self._inner.poll(0.0 if self._events else timeout_s):
+        """Wait for events and return them; what `sink` takes does not end the wait."""
+        if self._unheard:
+            unheard, self._unheard = self._unheard, []
+            for stream in filter(None, map(self._open.get, unheard)):
+                self._watch(stream)
+                self._deliver(stream)
+        end = min([time.monotonic() + timeout_s, *(until for _, until in self._ending.values())])
+        is_over = False
+        while not is_over:
+            wait_s = 0.0 if self._events else self._inner.due_in(end - time.monotonic())
+            news = self._wait(wait_s)
+            # It goes on where all that has happened was taken by `sink`.
+            is_over = wait_s <= 0 or not news or self._inner_news in news
+            if is_over:
+                self._poll_inner()
+            # Last: what came by ZeroMQ was sent before what comes by stream.
+            for fd, mask in news:
+                if fd in self._sources:  # It may have been closed a moment ago.
+                    self._sources[fd](mask)
+            is_over = is_over or self.sink is None or bool(self._events or self._ending)
+        for link, (down, until) in list(self._ending.items()):
+            if time.monotonic() >= until:
+                stream = self._open[link]
+                stream.read()
+                stream.end = stream.end or down.reason
+                self._deliver(stream)
+        if self._listeners is not None and time.monotonic() >= self._look_at:
+            self._look()
+        events, self._events = self._events, []
+        return events
+
+    def _poll_inner(self) -> None:
+        """Take in what has happened over ZeroMQ."""
+        for event in self._inner.poll(0.0):
             if isinstance(event, Arrived) and event.frames[0][:4] == MAGIC:
                 self._arrived(event)
             elif isinstance(event, Arrived) and event.link in self._open:
@@ -478,20 +532,18 @@ class DirectTransport:
                 if isinstance(event, Down):
                     self._forget(event.link)
                 self._events.append(event)
-        # Last: what came by ZeroMQ was sent before what comes by stream.
-        for fd, mask in self._epoll.poll(0):
-            if fd in self._sources:  # It may have been closed a moment ago.
-                self._sources[fd](mask)
-        for link, (down, until) in list(self._ending.items()):
-            if time.monotonic() >= until:
-                stream = self._open[link]
-                stream.read()
-                stream.end = stream.end or down.reason
-                self._deliver(stream)
-        if self._listeners is not None and time.monotonic() >= self._look_at:
-            self._look()
-        events, self._events = self._events, []
-        return events
+
+    def _wait(self, wait_s: float) -> list[tuple[int, int]]:
+        """Wait for news of descriptors. Another thread may have the turn meanwhile; what it has taken in is no news."""
+        if self._turn is None:
+            return self._epoll.poll(wait_s)
+        self._turn.lock.release()
+        news = []
+        try:
+            news = self._epoll.poll(wait_s)
+        finally:
+            self._turn.retake(bool(news))
+        return self._epoll.poll(0)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
@@ -515,19 +567,16 @@ class DirectTransport:
 
     def turn(self) -> TurnLock:
         """Let other threads act from now on. Who polls has the turn, but while it waits."""
-        turn = self._turn = TurnLock()
-        self._inner.share(turn.lock.release, turn.retake)
-        return turn
-
-    def is_open(self, link: Link) -> bool:
-        """Whether all messages of a link travel on a direct connection."""
-        return link in self._open
+        self._turn = TurnLock()
+        return self._turn
 
     def take(self, links: tuple[Link, ...]) -> None:
         """Take links that are open: the polling thread does not wait for what comes there."""
         self._taken = links
         for link in links:
-            self._watch(self._open[link])
+            if link not in self._unheard:
+                self._unheard.append(link)
+                self._watch(self._open[link])
 
     def expect(self, link: Link, into: memoryview) -> None:
         """Receive the third frame of a message of three there, if it is long and has this size. Until `give_back`."""
@@ -544,16 +593,18 @@ class DirectTransport:
         Return whether to go on: something has come, and no other thread wants the turn.
         """
         assert self._turn is not None
-        links, full = self._taken, [link for link in self._taken if self._open[link].out]
+        links, sends = self._taken, False
+        for link in links:
+            sends = sends or bool(self._open[link].out)
         # A signal handler may wait here, too, while this thread does, and no poller can do both.
-        poller = None if full else self._pollers.pop(links, None)
+        poller = None if sends else self._pollers.pop(links, None)
         if poller is None:
             poller = select.poll()
             poller.register(self._turn.fd, select.POLLIN)
             for link in links:
-                poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * (link in full))
+                poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * bool(self._open[link].out))
         news = self._turn.wait(poller, timeout_s)
-        if news and not full:
+        if news and not sends:
             self._pollers[links] = poller
         for fd, mask in news:
             self._sources[fd](mask)
@@ -579,14 +630,17 @@ class DirectTransport:
         self._taken = ()
         for link in links:
             stream = self._open.get(link)
-            if stream is not None:
-                stream.into = None
-                if drops:
-                    stream.received[0].clear()
-                else:
-                    stream.read()  # Who had it may have been interrupted before it looked at what came.
-                self._watch(stream)
-                self._deliver(stream)
+            if stream is None:
+                continue
+            stream.into = None
+            if drops:
+                stream.received[0].clear()
+                if not stream.out and not stream.end:
+                    continue
+            else:
+                stream.read()  # Who had it may have been interrupted before it looked at what came.
+            self._watch(stream)
+            self._deliver(stream)
 
     # Streams
 
@@ -620,7 +674,9 @@ class DirectTransport:
     def _deliver(self, stream: _DirectStream) -> None:
         link, inbox = stream.link, stream.received[0]
         for frames in inbox:
-            self._events.append(Arrived(link, frames))
+            left = frames if self._events or self.sink is None else self.sink(link, frames)
+            if left is not None:
+                self._events.append(Arrived(link, left))
         inbox.clear()
         if stream.end:
             self._end(link, stream.end)

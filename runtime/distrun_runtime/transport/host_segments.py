@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import touch
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.shared_memory import (
     BLOCKS,
@@ -63,6 +64,9 @@ _BACKLOG = 128
 ACCEPT_S = 0.1
 """How often connections to our socket are accepted while no worker is expected there."""
 
+_READS: dict[int, weakref.ref[Array]] = {}
+"""Memory of others that this process refers to, each by the id of its reference, which tells when it no longer does.
+`weakref.finalize` takes several times as long."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
 
@@ -77,6 +81,10 @@ class Reference(NamedTuple):
     segment: int
     offset: int
     length: int
+
+
+_Found = tuple["weakref.ref[Buffer]", Segment, Reference]
+"""A frame, which keeps its memory, and where that is."""
 
 
 class _Board:
@@ -182,6 +190,12 @@ class SharedLease:
         self.peer.free.append(self.slot)
         return True
 
+    def let_go(self) -> None:
+        """The receiver is known to be done with the frames: their memory may be used at once, and only the slot waits
+        until it says so."""
+        if self.frames is not None:
+            self.frames = ()
+
 
 class Segments:
     """Shares this process's pools with peers, and reads theirs.
@@ -215,6 +229,8 @@ class Segments:
         self._has_new_peer = False
         self._given_back = 0
         """How many segments the pools had given back when peers were last told."""
+        self._found: dict[int, _Found] = {}
+        """By the ids of frames, as long as they are there."""
         self._leaving: list[_Peer] = []
         """Peers whose link has ended, and which may still read our memory."""
 
@@ -355,14 +371,19 @@ class Segments:
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
-        size = memoryview(frame).nbytes
-        address = address_of(frame)
-        for pool in self._pools:
-            found = pool.find(address, size)
-            if found is not None:
-                segment, offset = found
-                return Reference(segment.number, offset, size) if _has(self.peers[link], segment) else None
-        return None
+        known = self._found.get(id(frame)) or self._find(frame)
+        return None if known is None or not _has(self.peers[link], known[1]) else known[2]
+
+    def _find(self, frame: Buffer) -> _Found | None:
+        """Return where a frame is that is in one of the pools. One that is sent again and again is looked for once."""
+        address, size = address_of(frame), memoryview(frame).nbytes
+        found = next(filter(None, (pool.find(address, size) for pool in self._pools)), None)
+        if found is None:
+            return None
+        (segment, offset), number, places = found, id(frame), self._found
+        watch = weakref.ref(frame, lambda _: places.pop(number, None))
+        places[number] = watch, segment, Reference(segment.number, offset, size)
+        return places[number]
 
     def announce(self) -> dict[str, list[int]]:
         """Send the descriptors of segments that peers are to map before a message names them.
@@ -438,18 +459,20 @@ class Segments:
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             frames[frame] = owner[offset : offset + length].data
-        slots, missing, pid = peer.into.slots, len(owners), os.getpid()
+        slots, missing, pid, reads, own_pid = peer.into.slots, len(owners), os.getpid(), _READS, os.getpid
 
-        def release() -> None:
+        def release(read: weakref.ref[Array]) -> None:
             """Tell the sender, when nothing refers to frames of any of the segments any more."""
             nonlocal missing
+            del reads[id(read)]
             missing -= 1
             # A forked child has the same objects; when it drops them, its parent may still read.
-            if not missing and os.getpid() == pid:
+            if not missing and own_pid() == pid:
                 slots[slot] = generation
 
         for owner in owners.values():
-            weakref.finalize(owner, release).atexit = False
+            read = weakref.ref(owner, release)
+            reads[id(read)] = read
 
     def map(self, link: str, numbers: Sequence[int]) -> None:
         """Map segments of a peer before it names them.
@@ -486,6 +509,7 @@ class Segments:
                 if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
                     raise NotShared("what it sent is no segment")
                 peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
                 BLOCKS.add(peer.mapped[came], is_readonly=True)
             except (OSError, ValueError) as err:
                 raise NotShared(f"a segment cannot be mapped: {err}") from err

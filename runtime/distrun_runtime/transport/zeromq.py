@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 from zmq.backend import Socket as _Compiled
@@ -120,9 +120,7 @@ class ZmqTransport:
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
         self._selector = selectors.DefaultSelector()
-        """Descriptors of all sockets; the data are the socket, None for `_wake_in`, a number for those of `watch`."""
-        self._release: Callable[[], None] | None = None
-        self._retake: Callable[[bool], None] = lambda is_urgent: None
+        """Descriptors of all sockets; the data are the socket, None for `_wake_in`."""
         self._touched: set[zmq.Socket[bytes]] = set()
         """Sockets that may have something that their descriptor does not tell."""
         self._router: zmq.Socket[bytes] | None = None
@@ -241,29 +239,15 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
-        events = self._released() if self._in_use else []
-        touched, self._touched = self._touched, set()
-        sources = list(filter(_has_input, touched))
-        if self._inbound:
-            timeout_s = min(timeout_s, self._next_probe - time.monotonic())
-        self._is_asleep = True
-        # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
-        is_due = events or sources or self._is_woken
-        wait_s, news = 0.0 if is_due else max(0.0, timeout_s), []
-        if self._release is None:
-            news = self._selector.select(wait_s)
-        else:
-            self._release()
-            try:
-                news = self._selector.select(wait_s)
-            finally:
-                self._retake(bool(news))
+        news = self._selector.select(self.due_in(timeout_s))
         self._is_asleep = self._is_woken = False
+        events = self._released() if self._in_use else []
+        sources, self._touched = list(self._touched), set()
         for key, _ in news:
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
-            elif isinstance(key.data, zmq.Socket):
+            else:
                 sources.append(key.data)
         for source in sources:
             if source not in self._monitors:
@@ -278,16 +262,22 @@ class ZmqTransport:
             events += self._admission.strangers()
         return events
 
-    def watch(self, fd: int) -> None:
-        """Have `poll` return when there is input at a descriptor, too."""
-        self._selector.register(fd, selectors.EVENT_READ, fd)
+    def fileno(self) -> int:
+        """Return a descriptor at which there is input when `poll` has something to do, if `due_in` was asked before."""
+        return self._selector.fileno()
 
-    def share(self, release: Callable[[], None], retake: Callable[[bool], None]) -> None:
-        """Have `poll` call `release` before it waits, and `retake` afterwards: other threads may act meanwhile.
-
-        `retake` is told whether something has happened.
-        """
-        self._release, self._retake = release, retake
+    def due_in(self, timeout_s: float) -> float:
+        """Return how long the wait for input at `fileno` may be, at most `timeout_s`; 0: call `poll` at once."""
+        self._is_asleep = True
+        # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
+        if self._touched:
+            self._touched = set(filter(_has_input, self._touched))
+        is_released = self._in_use and any(leases[0].is_over for leases in self._in_use.values())
+        if self._is_woken or self._touched or is_released:
+            return 0.0
+        if self._inbound:
+            timeout_s = min(timeout_s, self._next_probe - time.monotonic())
+        return max(0.0, timeout_s)
 
     def wake(self) -> None:
         """End a `poll`."""

@@ -52,13 +52,11 @@ class Task:
         self.is_reaped = False
 
     def line(self) -> str:
-        assert self.child.stdout is not None
         return self.child.stdout.readline()
 
     def end(self) -> None:
         os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait(LIMIT_S)
-        assert self.child.stdout is not None
         self.child.stdout.close()
 
 

@@ -34,7 +34,11 @@ def start(script: str, job: str = "") -> tuple[subprocess.Popen[bytes], Process]
     return child, process.table([child.pid])[0]
 
 
-def test_marked_processes_and_their_children_are_ended_and_reported(job: str) -> None:
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+def test_marked_processes_and_their_children_are_ended_and_reported(
+    way: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTRUN_PORTABLE", way)
     child, row = start("env -i sleep 600 & echo; wait", job)
     poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
     report = stopping.sweep(job, 60.0)

@@ -378,7 +378,7 @@ class Owner:
 
 
 def borrowed(borrowing: Borrowing, owner: object, address: int = 0x1000) -> Borrowed:
-    view = foreign.DeviceView("numba", 0, address, (6,), (4,), F32, False, 1, False, owner)
+    view = foreign.DeviceView("numba", 0, address, (6,), (4,), F32, 1, owner)
     return Borrowed(view, borrowing.keeper)
 
 

@@ -230,11 +230,6 @@ def test_choosing_a_codec_compiles_its_loops() -> None:
     assert run(NUMPY_GOES_ON.format(before="")).stdout == "[0.5, 0.5, 0.5, 0.5, 0.5] True\n"
 
 
-def test_numba_is_not_imported_before_a_codec_is_chosen() -> None:
-    code = "import sys; from distrun_runtime import kvstore; kv = kvstore.create('device'); kv.close()\n"
-    assert run(code + "print('numba' in sys.modules)").stdout == "False\n"
-
-
 def test_numba_that_cannot_be_imported_is_told_once_and_numpy_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

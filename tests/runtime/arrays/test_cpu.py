@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sums import add as add_to
 from sums import total as total_of
 
-from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import CHUNK, CpuDevice, Threads
+from distrun_runtime.arrays import cores, dtypes
+from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.device import CHUNK, CpuDevice, copy
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, widen
 
 
@@ -50,13 +50,6 @@ def test_half_precision_overflows_to_inf_without_a_warning() -> None:
     assert np.isinf(widen(total([largest, largest]))).all()
 
 
-@pytest.mark.parametrize(("dtype", "small"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
-def test_sixteen_bit_floats_are_added_in_float32_and_rounded_once(dtype: str, small: float) -> None:
-    parts = [filled((1,), 1.0, dtype), *[filled((1,), small, dtype)] * 4]
-    # Each of the small ones alone would be rounded away.
-    assert widen(total(parts)).tolist() == [1.0 + 4 * small]
-
-
 def test_any_memory_order_may_be_summed() -> None:
     whole = np.arange(24.0).reshape(4, 6)
     parts = [whole[::2, ::3], np.asfortranarray(whole[:2, :2]), whole[3:1:-1, 5:3:-1]]
@@ -71,44 +64,34 @@ def test_threads_give_the_same_bits_as_one(dtype: str) -> None:
     size = 2 * CHUNK + 12345
     parts = [(random.normal(size=size) * 1000).astype(dtype) for _ in range(3)]
     alone = total(parts)
-    assert np.array_equal(total(parts, Threads(4, bound=size)), alone)
+    assert np.array_equal(total(parts, Threads(4, bound=4 * size)), alone)
     assert np.array_equal(total(parts, Threads(3, bound=1)), alone)
     assert np.array_equal(total([parts[0][:2]] * 2, Threads(5, bound=1)), total([parts[0][:2]] * 2))
 
 
-def test_only_arrays_as_large_as_the_bound_are_split() -> None:
-    runs: list[slice] = []
-    threads = Threads(2, bound=10)
-    threads.split(9, runs.append)
-    assert runs == [slice(0, 9)]
-    runs.clear()
-    threads.split(10, runs.append)
-    assert sorted(runs, key=lambda run: run.start) == [slice(0, 5), slice(5, 10)]
+def test_several_sums_that_threads_share_have_the_bits_of_each_alone() -> None:
+    random = np.random.default_rng(4)
+    items = [([random.normal(size=size).astype(np.float32) for _ in range(3)], size) for size in (70_000, 0, 5, 9000)]
+    outs, alone = ([np.zeros(size, np.float32) for _, size in items] for _ in range(2))
+    pairs = [(parts, out) for (parts, _), out in zip(items, outs, strict=True)]
+    CpuDevice(0, Threads(3, bound=1)).sums([*pairs, ([outs[0]], outs[0])])
+    for (parts, _), out in zip(items, alone, strict=True):
+        CpuDevice().sum(parts, out)
+    assert [each.tobytes() for each in outs] == [each.tobytes() for each in alone]
 
 
-def test_what_goes_wrong_in_a_thread_is_raised() -> None:
-    def fail(run: slice) -> None:
-        raise ZeroDivisionError(run.start)
+def test_large_arrays_of_any_strides_are_copied_whoever_shares_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores.SHARED, "bound", 1)
+    monkeypatch.setattr(cores.SHARED, "wanted", 3)
+    given = np.arange(60_000.0).reshape(300, 200)
+    for array in (given, given.T, given[:, ::2]):
+        for out in (np.zeros(array.shape), np.zeros(array.shape, order="F")):
+            copy(array, out)
+            assert np.array_equal(out, array)
 
-    with pytest.raises(ZeroDivisionError):
-        Threads(2, bound=1).split(4, fail)
 
-
-def test_a_device_keeps_copies_and_adds_scales_and_reads_them() -> None:
-    device = CpuDevice(3)
-    assert device.name == "cpu:3"
-    given = np.arange(6.0).reshape(2, 3).T
-    mine = device.put(given)
-    assert not np.shares_memory(mine, given)
-    add_to(device, mine, given)
-    device.scale(mine, 0.5)
-    assert np.array_equal(device.host(mine), given)
-    canvas = np.zeros((3, 4))
-    device.read(mine, canvas[:, ::2])
+def test_a_device_reads_its_arrays_into_any_others() -> None:
+    device, given, canvas = CpuDevice(3), np.arange(6.0).reshape(2, 3).T, np.zeros((3, 4))
+    device.read(device.host(device.put(given)), canvas[:, ::2])
     assert np.array_equal(canvas[:, ::2], given)
     assert not canvas[:, 1::2].any()
-    assert device.empty((2, 1), np.dtype(np.int8)).shape == (2, 1)
-    half = filled((2,), 3.0, "bfloat16")
-    device.scale(half, 0.5)
-    add_to(device, half, half.copy())
-    assert widen(half).tolist() == [3.0, 3.0]

@@ -134,19 +134,6 @@ def test_another_process_can_neither_write_nor_shrink_a_segment() -> None:
         os.write(fd, b"x")
 
 
-def test_no_descriptor_stays_when_a_pool_is_gone() -> None:
-    def count() -> int:
-        gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = count()
-    pool = Pool()
-    array = pool.empty((10,), FLOAT)
-    assert count() > before
-    del array, pool
-    assert count() == before
-
-
 @pytest.mark.parametrize("left", [0, shared_memory.FIRST_BYTES // 4])
 def test_no_more_than_half_of_the_memory_that_is_left_is_taken(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     monkeypatch.setattr(shared_memory, "memory_left", lambda: left)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,6 @@ def sender(agent: socket.socket) -> Iterator[metrics.Sender]:
         yield sender
 
 
-def test_what_a_task_sends_is_what_its_agent_reads(agent: socket.socket, sender: metrics.Sender) -> None:
-    assert sender.send(metrics.REPORT, step=3, total=10, values={"loss": 0.5})
-    expected = {"v": 1, "kind": "report", "task": "worker-1", "step": 3, "total": 10, "values": {"loss": 0.5}}
-    assert metrics.decode(agent.recv(metrics.LIMIT)) == expected
-
-
 def test_a_datagram_that_finds_no_room_is_dropped_and_nobody_waits(sender: metrics.Sender) -> None:
     sent = [sender.send(metrics.REPORT, step=step) for step in range(5_000)]
     assert sent[0]
@@ -50,25 +43,9 @@ def test_what_cannot_be_sent_is_dropped(sender: metrics.Sender, value: object) -
     assert not sender.send(metrics.REPORT, values=value)
 
 
-def test_a_forked_child_sends_nothing_in_its_parents_name(
-    sender: metrics.Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert not sender.send(metrics.REPORT, step=1)
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"\xff", b"[1]", b"[" * 4000, b'{"v":2,"kind":"report","task":"a"}', b'{"v":1,"kind":"x","task":"a"}', b"{}"],
 )
 def test_what_is_no_datagram_of_ours_is_none(data: bytes) -> None:
     assert metrics.decode(data) is None
-
-
-@pytest.mark.parametrize(
-    ("role", "rank", "name"), [("worker", "1", "worker-1"), ("scheduler", "0", "scheduler"), ("", "", "")]
-)
-def test_a_task_is_called_as_in_the_plan(monkeypatch: pytest.MonkeyPatch, role: str, rank: str, name: str) -> None:
-    monkeypatch.setenv("DISTRUN_ROLE", role)
-    monkeypatch.setenv("DISTRUN_RANK", rank)
-    assert metrics.own_name() == name

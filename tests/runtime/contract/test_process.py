@@ -229,3 +229,11 @@ def test_too_many_open_files_are_told_with_the_limit_and_the_command_that_raises
     assert process.why(error).startswith(f"too many open files: a process may have {limit} here")
     assert "ulimit -n" in process.why(error)
     assert process.why(OSError(errno.ENOENT, "no such file", "x")) == "no such file"
+
+
+def test_a_forked_child_has_a_pid_of_its_own() -> None:
+    assert process.own_pid() == os.getpid()
+    child = os.fork()
+    if not child:
+        os._exit(process.own_pid() != os.getpid())
+    assert os.waitpid(child, 0)[1] == 0

@@ -128,19 +128,6 @@ def lengths() -> tuple[int, int]:
     return pair.sent[0], pair.sent[1]
 
 
-def boundaries(end: int) -> Iterator[int]:
-    """Where the frames of an end stop if nothing is cut."""
-    pair = conversation()
-    while any(each.is_ready for each in pair.ends):
-        for number, each in enumerate(pair.ends):
-            data = each.next()
-            pair.sent[number] += len(data)
-            if data and number == end:
-                yield pair.sent[number]
-            for frame in pair.ends[1 - number].feed(data):
-                pair.on_frame(1 - number, frame)
-
-
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("end", [COORDINATOR, AGENT])
 def test_a_cut_at_any_byte_loses_nothing_and_repeats_nothing(end: int) -> None:
@@ -152,21 +139,6 @@ def test_a_cut_at_any_byte_loses_nothing_and_repeats_nothing(end: int) -> None:
         pair.connect()
         assert pair.run()
         check(pair)
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("end", [COORDINATOR, AGENT])
-def test_two_cuts_at_any_frame_boundaries_lose_nothing_and_repeat_nothing(end: int) -> None:
-    for first in boundaries(end):
-        for second in range(0, 400, 7):
-            pair = conversation()
-            for at in (first, second):
-                limits = [EVERYTHING, EVERYTHING]
-                limits[end] = at
-                pair.run(limits)
-                pair.connect()
-            assert pair.run()
-            check(pair)
 
 
 @settings(max_examples=300, deadline=None)

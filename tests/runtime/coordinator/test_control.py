@@ -16,15 +16,11 @@ from typing import Any
 
 import pytest
 from distrun_cli import wait_until
-from sample_plan import sample_plan
 from serviceclient import LIMIT_S, ServiceClient
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
 from distrun_runtime.coordinator import clients, messages, service
-from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.logreader import LoggedOutput
-from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.service import ControlSocket, Service
 from distrun_runtime.errors import ContractError
 
@@ -61,6 +57,11 @@ class Client(ServiceClient):
         self.socket.connect(path)
         if version is not None:
             self.hello = self.ask("hello", version=list(version))
+
+    def subscribe(self, **wanted: Any) -> None:
+        """Subscribe, and return when that is done."""
+        self.send("subscribe", **wanted)
+        self.ask("state")
 
 
 class Numbers:
@@ -376,8 +377,7 @@ def test_64_clients_are_let_in_and_the_next_is_refused(job: Job) -> None:
 
 def test_events_go_to_those_who_want_them(job: Job) -> None:
     one, other = Client(job.path), Client(job.path)
-    one.send("subscribe", events=True)
-    one.ask("state")  # what was sent before it is done
+    one.subscribe(events=True)
     job.service.event({"event": "started", "task": "worker-0"})
     assert one.next().header == {"type": "event", "event": {"event": "started", "task": "worker-0"}}
     assert other.ask("state").type == "state"
@@ -397,42 +397,18 @@ def test_output_is_read_from_the_logs_from_where_a_client_wants(job: Job) -> Non
     assert (frame.body, frame.header["cursor"]) == (b"d\n", 4)
 
 
-def test_a_subscription_until_now_ends_with_what_there_was(folder: str, tmp_path: Path) -> None:
-    jobs = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
-    jobs.start(sample_plan())
-    spool = Spool(jobs.logs)
-    served = Service(None, jobs.id, lambda wanted: LoggedOutput(jobs, wanted))
-    served.start()
-    listener = ControlSocket(jobs.id, folder)
-    served.listen(listener)
-    client = Client(listener.path)
-    client.send("subscribe", output={"cursor": 0, "until": "now"})
-    assert client.next().header == {"type": "output_end", "cursor": 0}
-    spool.add("worker-0", "out", 0, b"a\n")
-    spool.add("worker-1", "out", 0, b"b\n")
-    spool.flush()
-    client.send("subscribe", output={"tail": 5, "tasks": ["worker-0"], "until": "now"})
-    output, end = client.next(), client.next()
-    assert (output.body, end.header) == (b"a\n", {"type": "output_end", "cursor": 4})
-    spool.add("worker-0", "out", 2, b"c\n")
-    spool.flush()
-    served.output("worker-0", "d1", "out", b"c\n", 2)
-    served.finish({"exit_code": 0})
-    assert [frame.type for frame in client.rest()] == ["outcome"]
-    spool.close()
-    served.close()
-
-
 class Torn:
-    """Output that cannot be read."""
+    """Output that cannot be read, or is over for who wants it from 7 on."""
 
     has_more = True
-    is_over = False
     cursor = 7
 
-    def __init__(self, wanted: frames.OutputWanted) -> None: ...
+    def __init__(self, wanted: frames.OutputWanted) -> None:
+        self.is_over = wanted.cursor == 7
 
     def read(self, limit: int) -> bytes:
+        if self.is_over:
+            return b""
         raise OSError("it is torn")
 
     def close(self) -> None: ...
@@ -450,13 +426,13 @@ def test_a_subscription_until_now_ends_also_if_the_logs_cannot_be_read(folder: s
     assert client.ask("state").type == "state", "it goes on"
     client.send("subscribe", output={"cursor": 0, "until": "now"})
     assert [client.next().header for _ in range(2)] == [said, {"type": "output_end", "cursor": 7}]
+    client.subscribe(output={"cursor": 7, "until": "now"})
     served.close()
 
 
 def test_messages_come_with_the_output(job: Job) -> None:
     client = Client(job.path)
-    client.send("subscribe", output={"cursor": None})
-    client.ask("state")
+    client.subscribe(output={"cursor": None})
     job.service.say("not for all", "debug")
     job.service.say("a warning", "warning")
     assert client.next().header == {"type": "said", "text": "a warning", "level": "warning"}
@@ -464,8 +440,7 @@ def test_messages_come_with_the_output(job: Job) -> None:
 
 def test_the_outcome_comes_after_all_output_and_ends_the_connection(job: Job) -> None:
     client = Client(job.path)
-    client.send("subscribe", output={"cursor": 0})
-    client.ask("state")
+    client.subscribe(output={"cursor": 0})
     for number in range(50):
         job.prints(b"%d\n" % number)
     job.service.finish({"exit_code": 3})
@@ -479,8 +454,7 @@ def test_a_stopped_client_costs_nothing_and_gets_a_snapshot_for_what_it_missed(
 ) -> None:
     monkeypatch.setattr(clients, "MAIL_LIMIT", 200_000)
     client = Client(job.path)
-    client.send("subscribe", events=True)
-    client.ask("state")
+    client.subscribe(events=True)
     begun = time.monotonic()
     for number in range(2000):
         job.service.event({"event": "said", "number": number, "text": "x" * 1000})
@@ -535,8 +509,7 @@ def test_the_end_of_the_job_waits_for_no_stopped_client(job: Job, monkeypatch: p
 def test_no_message_waits_for_another_one_to_wake_the_service(job: Job) -> None:
     """Two threads at once: each message is delivered without a later one."""
     client = Client(job.path)
-    client.send("subscribe", events=True)
-    client.ask("state")
+    client.subscribe(events=True)
     rounds = 2000
     for number in range(rounds):
         other = threading.Thread(target=job.service.event, args=({"event": "b", "number": number},))
@@ -548,8 +521,7 @@ def test_no_message_waits_for_another_one_to_wake_the_service(job: Job) -> None:
 
 def test_a_client_that_leaves_is_forgotten(job: Job) -> None:
     client = Client(job.path)
-    client.send("subscribe", events=True, output={"cursor": 0})
-    client.ask("state")
+    client.subscribe(events=True, output={"cursor": 0})
     client.socket.close()
     for number in range(100):
         job.prints(b"%d\n" % number)
@@ -568,23 +540,18 @@ def wanted(job: Job) -> list[tuple[bool, tuple[str, ...]]]:
 def test_the_loop_is_told_whether_snapshots_are_wanted_and_of_which_hosts(job: Job) -> None:
     job.opened()
     one, other = Client(job.path), Client(job.path)
-    one.send("subscribe", metrics=True)
-    one.ask("state")
-    other.send("subscribe", metrics=True, look=["d2", "d1"])
-    other.ask("state")
-    one.send("subscribe", metrics=True, look=["d2"])
-    one.ask("state")
+    one.subscribe(metrics=True)
+    other.subscribe(metrics=True, look=["d2", "d1"])
+    one.subscribe(metrics=True, look=["d2"])
     other.socket.close()
     wait_until(lambda: len(wanted(job)) == 3, LIMIT_S)
-    one.send("subscribe", events=True)
-    one.ask("state")
+    one.subscribe(events=True)
     assert wanted(job) == [(True, ()), (True, ("d1", "d2")), (True, ("d2",)), (False, ())]
 
 
 def test_a_loop_that_begins_later_is_told_what_is_wanted(job: Job) -> None:
     client = Client(job.path)
-    client.send("subscribe", metrics=True)
-    client.ask("state")
+    client.subscribe(metrics=True)
     job.opened()
     assert wanted(job) == [(True, ())]
 
@@ -592,8 +559,7 @@ def test_a_loop_that_begins_later_is_told_what_is_wanted(job: Job) -> None:
 def test_snapshots_go_to_those_who_want_them_and_the_newest_to_who_comes_later(job: Job) -> None:
     job.opened()
     one, other = Client(job.path), Client(job.path)
-    one.send("subscribe", metrics=True)
-    one.ask("state")
+    one.subscribe(metrics=True)
     job.service.metrics({"schema": "distrun.metrics/1", "time": 1})
     assert one.next().header == {"type": "metrics", "metrics": {"schema": "distrun.metrics/1", "time": 1}}
     assert other.ask("state").type == "state"
@@ -606,8 +572,7 @@ def test_snapshots_go_to_those_who_want_them_and_the_newest_to_who_comes_later(j
 def test_snapshot_that_is_too_large_for_a_frame_costs_no_client_its_connection(job: Job) -> None:
     job.opened()
     client = Client(job.path)
-    client.send("subscribe", metrics=True)
-    client.ask("state")
+    client.subscribe(metrics=True)
     job.service.metrics({"filling": "x" * (session.HEADER_LIMIT + 1)})
     assert client.ask("state").type == "state"
     job.service.metrics({"time": 2})
@@ -622,8 +587,7 @@ def test_a_snapshot_that_nobody_wants_is_not_kept(job: Job) -> None:
 def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
     job.opened()
     client = Client(job.path)
-    client.send("subscribe", metrics=True, events=True)
-    client.ask("state")
+    client.subscribe(metrics=True, events=True)
     filling = "x" * 1_000_000
     for number in range(100):
         job.service.metrics({"time": number, "filling": filling})
@@ -637,23 +601,6 @@ def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
     assert len(seen) < 90
     assert seen == sorted(set(seen))
     assert seen[-1] == 99
-
-
-def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[str]) -> None:
-    ours, its = socket.socketpair()
-    job, client = Job(folder, ours), ServiceClient(its)
-    job.opened()
-    client.send("subscribe", metrics=True, look=["d1"])
-    assert client.ask("state").type == "state"
-    assert wanted(job) == [(True, ("d1",))]
-    job.service.metrics({"time": 1})
-    assert client.next().type == "metrics"
-    client.send("detach")
-    client.rest()
-    wait_until(lambda: wanted(job)[-1] == (False, ()), LIMIT_S)
-    its.close()
-    job.service.close()
-    assert signals == []
 
 
 # ---------------------------------------------------------------------- detaching

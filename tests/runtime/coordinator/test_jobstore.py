@@ -31,6 +31,12 @@ def store(tmp_path: Path, *jobs: str, name: str = "") -> JobStore:
     return found
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    """The folder of job `a-1`, the only one of its store."""
+    return store(tmp_path, "a-1").find("a-1")
+
+
 def dead_process() -> process.Identity:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         who = process.identity(child.pid)
@@ -207,8 +213,7 @@ def test_jobs_are_listed_newest_first_and_half_made_ones_left_out(tmp_path: Path
     assert [job.id for job in jobs.list()] == ["a-1", "b-2"]
 
 
-def test_a_job_whose_launcher_died_is_shown_as_lost(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_job_whose_launcher_died_is_shown_as_lost(folder: JobFolder) -> None:
     assert folder.state()["state"] == "starting"
     launcher = folder.launcher()
     orphan(folder)
@@ -234,8 +239,7 @@ def mixed() -> list[TaskResult]:
     ]
 
 
-def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(folder: JobFolder) -> None:
     folder.write_state("running", mixed())
     assert "heard" not in folder.state()
     orphan(folder)
@@ -244,8 +248,7 @@ def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None
     assert state["updated"] <= state["heard"] <= rfc3339(time.time() + 1)
 
 
-def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(folder: JobFolder) -> None:
     folder.append(jobfolder.event("started", task="worker-0"))
     folder.log_path("worker-0").write_text("hello\n")
     orphan(folder)
@@ -256,8 +259,7 @@ def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: 
         assert folder.state()["heard"] == rfc3339(later)
 
 
-def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_lost_job_that_was_killed_is_over(folder: JobFolder) -> None:
     folder.write_state("running", mixed())
     orphan(folder)
     folder.bury([Survivor("pid 9 (sleep)", "d1")])
@@ -269,19 +271,16 @@ def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
     assert state["tasks"][0]["ended"] is None
     assert "distrun kill" in state["message"]
     outcome = folder.outcome()
-    assert outcome is not None
     assert outcome["survivors"] == [{"what": "pid 9 (sleep)", "host": "d1"}]
 
 
-def test_a_job_that_ended_meanwhile_is_not_buried(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_job_that_ended_meanwhile_is_not_buried(folder: JobFolder) -> None:
     folder.finish(Outcome(0, "succeeded", "all well"))
     folder.bury([])
     assert folder.state()["state"] == "succeeded"
 
 
-def test_a_job_that_was_ended_by_distrun_kill_says_so(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_job_that_was_ended_by_distrun_kill_says_so(folder: JobFolder) -> None:
     terminated = Outcome(143, "terminated", "terminated (SIGTERM)")
     assert folder.explained(terminated) == terminated
     folder.ask_to_end()
@@ -292,8 +291,7 @@ def test_a_job_that_was_ended_by_distrun_kill_says_so(tmp_path: Path) -> None:
     assert folder.state()["message"] == "stopped by distrun kill"
 
 
-def test_a_job_that_was_stopped_from_the_dashboard_says_by_whom(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_job_that_was_stopped_from_the_dashboard_says_by_whom(folder: JobFolder) -> None:
     terminated = Outcome(143, "terminated", "terminated (SIGTERM)")
     folder.ask_to_end("me@d1 from the dashboard")
     assert folder.explained(terminated).message == "stopped by me@d1 from the dashboard"
@@ -301,8 +299,7 @@ def test_a_job_that_was_stopped_from_the_dashboard_says_by_whom(tmp_path: Path) 
     assert folder.explained(terminated).message == "stopped by distrun kill"
 
 
-def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_finished_job_is_never_lost(folder: JobFolder) -> None:
     task = TaskResult("worker-0", "worker", 0, "d1", "failed", pid=7, code=3, started=1.0, ended=2.5)
     culprit = Culprit("worker-0", "d1", 3, time=2.5)
     folder.finish(Outcome(3, "task_failed", "worker-0 on d1 failed", culprit, (task,)))
@@ -312,13 +309,11 @@ def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
     assert state["tasks"][0]["started"] == "1970-01-01T00:00:01.000Z"
     assert state["finished"]
     outcome = folder.outcome()
-    assert outcome is not None
     assert outcome["culprit"]["log"] == str(folder.log_path("worker-0"))
     assert outcome["culprit"]["time"] == "1970-01-01T00:00:02.500Z"
 
 
-def test_the_outcome_that_a_folder_holds_is_the_one_that_was_written(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_the_outcome_that_a_folder_holds_is_the_one_that_was_written(folder: JobFolder) -> None:
     task = TaskResult("worker-0", "worker", 0, "d1", facts.FAILED, 7, 3, started=1.25, ended=2.5, cpu_s=0.5)
     culprit, problem = Culprit("worker-0", "d1", 3, time=2.5), Problem("d1", "disk", "it is full")
     survivor = Survivor("pid 7 (sleep)", "d1")
@@ -338,9 +333,8 @@ def test_the_outcome_that_a_folder_holds_is_the_one_that_was_written(tmp_path: P
     ],
 )
 def test_what_is_wrong_in_an_outcome_is_told_with_its_member(
-    member: tuple[Any, ...], value: Any, told: str, tmp_path: Path
+    member: tuple[Any, ...], value: Any, told: str, folder: JobFolder
 ) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
     problems = (Problem("d1", "clock", "it is\0behind"), Problem("d1", "disk", "it is full"))
     culprit, survivors = Culprit("worker-0", "d1", 3, time=2.5), (Survivor("pid 7 (sleep)", "d1"),)
     folder.finish(Outcome(3, "task_failed", "it failed", culprit, survivors=survivors, problems=problems))
@@ -355,8 +349,7 @@ def test_what_is_wrong_in_an_outcome_is_told_with_its_member(
         folder.outcome()
 
 
-def test_a_task_may_die_with_any_words(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_task_may_die_with_any_words(folder: JobFolder) -> None:
     words = "ValueError: bad \0 \ud800"
     said = {"reason": words, "own_failure": words, "lost_peer": words}
     task = TaskResult("worker-0", "worker", 0, "d1", "failed", pid=7, code=1, started=1.0, ended=2.5, **said)
@@ -371,8 +364,7 @@ def test_a_task_may_die_with_any_words(tmp_path: Path) -> None:
     assert (outcome["culprit"]["reason"], outcome["culprit"]["lost_peer"]) == (words, words)
 
 
-def test_members_that_no_reader_needs_are_ignored(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_members_that_no_reader_needs_are_ignored(folder: JobFolder) -> None:
     folder.finish(Outcome(3, "task_failed", "it failed", survivors=(Survivor("pid 7 (sleep)", "d1"),)))
     outcome: Any = folder.outcome()
     outcome["survivors"][0]["name"] = []
@@ -386,8 +378,7 @@ def test_a_process_that_takes_a_job_over_knows_what_was_written(tmp_path: Path) 
     assert JobFolder(made.path).written == made.written
 
 
-def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_reader_never_sees_half_a_state(folder: JobFolder) -> None:
     tasks = [TaskResult("worker-%d" % rank, "worker", rank, "d1") for rank in range(200)]
     stop = threading.Event()
 
@@ -415,8 +406,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobfolder, "_replace", replace)
 
 
-def test_on_a_full_disk_the_outcome_goes_where_room_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_on_a_full_disk_the_outcome_goes_where_room_was_kept(
+    folder: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orphan(folder)
     folder.write_state("running", [TaskResult("worker-0", "worker", 0, "d1", "running", 7)])
     full_disk(monkeypatch)
@@ -441,7 +433,6 @@ def test_an_outcome_that_is_too_long_for_the_room_is_kept_without_words(
     with pytest.raises(OSError, match="No space"):
         folder.finish(Outcome(1, "task_failed", "many failed", tasks=tuple(tasks)))
     found = jobs.find("a-1").outcome()
-    assert found is not None
     assert [task["reason"] for task in found["tasks"]] == [""] * 40
 
 
@@ -452,8 +443,7 @@ def test_the_room_is_given_back_when_a_job_ends_well(tmp_path: Path) -> None:
     assert "reserve" not in os.listdir(jobs.find("a-1").path)
 
 
-def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_write_that_fails_leaves_the_old_state(folder: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(*args: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
@@ -465,8 +455,7 @@ def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: py
     assert sorted(os.listdir(folder.path)) == ["launcher.json", "logs", "plan.json", "reserve", "state.json"]
 
 
-def test_events_are_one_object_a_line(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_events_are_one_object_a_line(folder: JobFolder) -> None:
     folder.append(jobfolder.event("started", task="worker-0"))
     folder.append(jobfolder.event("said", text="two\nlines \udcff"))
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
@@ -474,8 +463,7 @@ def test_events_are_one_object_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', "nonsense"])
-def test_a_file_that_is_not_ours_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_file_that_is_not_ours_is_an_error_that_names_it(folder: JobFolder, tmp_path: Path, text: str) -> None:
     (folder.path / "state.json").write_text(text)
     with pytest.raises(JobStoreError, match=r"state\.json"):
         folder.state()
@@ -500,8 +488,6 @@ def test_a_job_that_waits_for_its_allocation_is_listed_with_what_was_asked_for(t
     assert [task["name"] for task in listed.state()["tasks"]] == ["scheduler", "server-0", "worker-0", "worker-1"]
     read = jobs.find("digits-001")
     request, allocation = read.request(), read.allocation()
-    assert request is not None
-    assert allocation is not None
     assert (request["schema"], request["version"], request["workers"]) == ("distrun.request/1", 1, 2)
     assert (allocation["schema"], allocation["hosts"]) == ("distrun.allocation/1", [{"name": "d1"}])
     assert request["time"] <= allocation["time"]
@@ -515,8 +501,7 @@ def test_a_job_that_never_got_its_allocation_is_lost_with_its_launcher(tmp_path:
     assert folder.state()["state"] == "killed"
 
 
-def test_folders_of_an_older_version_have_neither_request_nor_allocation(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_folders_of_an_older_version_have_neither_request_nor_allocation(folder: JobFolder) -> None:
     launcher = folder.launcher()
     del launcher["boot"]
     (folder.path / "launcher.json").write_text(json.dumps(launcher))
@@ -534,9 +519,8 @@ def elsewhere(folder: jobfolder.JobFolder, silent_s: float) -> None:
 @pytest.mark.parametrize(("silent_s", "state"), [(0.0, "running"), (25.0, "running"), (35.0, "unknown")])
 @pytest.mark.parametrize("ahead_s", [0.0, 12 * 3600.0, -12 * 3600.0])
 def test_a_job_of_another_host_is_unknown_when_it_was_not_updated_for_30_s_by_the_servers_clock(
-    silent_s: float, state: str, ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    silent_s: float, state: str, ahead_s: float, folder: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
     folder.write_state("running", mixed())
     elsewhere(folder, silent_s)
     now = time.time
@@ -547,8 +531,7 @@ def test_a_job_of_another_host_is_unknown_when_it_was_not_updated_for_30_s_by_th
     assert sorted(os.listdir(tmp_path / "state" / "jobs")) == ["a-1"], "the clock's file is gone"
 
 
-def test_a_job_of_another_boot_of_this_machine_is_lost(tmp_path: Path) -> None:
-    folder = store(tmp_path, "a-1").find("a-1")
+def test_a_job_of_another_boot_of_this_machine_is_lost(folder: JobFolder) -> None:
     (folder.path / "launcher.json").write_text(json.dumps(dict(folder.launcher(), boot="another")))
     assert folder.state()["state"] == "lost"
 
@@ -586,7 +569,6 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     folder.note_engine("distrun-otter-5f3a")
     assert synced == [False, True], "the file, and its name in the folder"
     note = folder.engine()
-    assert note is not None
     assert (note["marker"], note["handle"]) == ("distrun-otter-5f3a", None)
     handle = {
         "engine": "slurm",
@@ -595,7 +577,6 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     }
     folder.note_engine("distrun-otter-5f3a", handle)
     note = folder.engine()
-    assert note is not None
     assert note["handle"] == handle
     folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
     with pytest.raises(JobStoreError, match="handle"):

@@ -17,7 +17,7 @@ from distrun_runtime.agent.dial import client_context
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim
 from distrun_runtime.coordinator import listener
-from distrun_runtime.coordinator.listener import Admitted, ClaimedTwice, ConnectionRejected, Register
+from distrun_runtime.coordinator.listener import Admitted, ConnectionRejected, Register
 from distrun_runtime.errors import ContractError
 
 NONCE = "c" * 32
@@ -50,15 +50,6 @@ def test_a_claim_is_answered_by_a_proof_and_a_key_of_its_own() -> None:
     answer = json.loads(found.reply)
     proof = enrolment.proof(SECRET, COORDINATOR, CLAIM, job=JOB, place="0", pin=PIN, nonces=(NONCE, "a" * 32))
     assert answer == {"type": "welcome", "proof": proof, "key": "1d" * 32}
-
-
-def test_a_second_claim_names_both_addresses() -> None:
-    places = register()
-    places.decide(line(), NONCE, "10.0.0.1:5")
-    found = places.decide(line(nonce="b" * 32), NONCE, "10.0.0.2:6")
-    assert isinstance(found, ClaimedTwice)
-    assert (found.place, found.first, found.second) == ("0", "10.0.0.1:5", "10.0.0.2:6")
-    assert b"10.0.0.1:5" in found.reply
 
 
 def test_the_agent_whose_answer_was_lost_may_claim_its_place_again() -> None:

@@ -15,7 +15,6 @@ import pytest
 from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
-from distrun import report
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
 from distrun_runtime.coordinator import jobrun, logs, messages
@@ -106,9 +105,7 @@ def test_the_runtime_is_sent_to_whoever_asks_and_read_once(tmp_path: Path) -> No
         assert (frame.header["digest"], frame.body) == ("abc", b"PK archive")
         agent.say("ready", address="127.0.0.1", ports={}, python={"python": "3.11.2 /usr/bin/python"})
         task = agent.spawn()
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task)
 
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"))._replace(runtime=Runtime(digest="abc"))
     read: list[int] = []
@@ -134,9 +131,7 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
             agent.say("bye")
             return
         task = agent.spawn()
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task)
 
     def prepare(put: Put) -> None:
         def work() -> None:
@@ -152,33 +147,11 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
     assert ("prepared" if works else "prepare_failed") in kinds
 
 
-def test_a_host_that_was_suspect_and_answers_in_time_loses_no_line(tmp_path: Path) -> None:
-    whole = b"".join(b"line %d\n" % number for number in range(1000))
-    half = len(whole) // 2
-
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
-        agent.say("output", whole[:half], task=task, stream="out", offset=0)
-        wait(lambda: "suspect" in job.sink.text)
-        agent.say("output", whole[half:], task=task, stream="out", offset=half)
-        agent.exited(task, out=len(whole))
-        agent.over(task)
-        agent.finish()
-
-    job = Job(tmp_path, one_worker(suspect_s=0.4, lost_s=60.0), script)
-    assert job.run().exit_code == 0
-    assert " s (suspect); it counts as lost after 1 min" in job.sink.text
-    assert "d1 answers again" in job.sink.text
-    assert (job.folder.logs / "worker-0.log").read_bytes() == whole
-
-
 def test_a_job_that_is_silent_is_noted_to_live_at_every_ping(tmp_path: Path) -> None:
     noted: list[float] = []
 
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         state = job.folder.path / "state.json"
         until = time.monotonic() + LIMIT_S
         while job.folder.state()["state"] != "running" and time.monotonic() < until:
@@ -189,28 +162,11 @@ def test_a_job_that_is_silent_is_noted_to_live_at_every_ping(tmp_path: Path) -> 
         for _ in range(2):  # at the second, the first is over
             agent.wait("ping")
         noted.append(state.stat().st_mtime)
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task)
 
     job = Job(tmp_path, one_worker(suspect_s=2.0, lost_s=60.0), script)
     assert job.run().exit_code == 0
     assert noted[0] > 1e9
-
-
-def test_problems_of_hosts_are_in_the_outcome_of_the_folder(tmp_path: Path) -> None:
-    def script(agent: ScriptedAgent) -> None:
-        agent.say("hello", version=session.VERSION, time=time.time())
-        agent.wait("begin")
-        agent.say("refused", reason="no module numpy", kind="module", fix="pip install numpy")
-
-    job = Job(tmp_path, one_worker(), script)
-    assert job.run().exit_code == 3
-    value = job.folder.outcome()
-    assert value is not None
-    assert value["problems"] == [
-        {"host": "d1", "kind": "module", "text": "no module numpy", "fix": "pip install numpy"}
-    ]
 
 
 def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:
@@ -222,10 +178,7 @@ def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:
         assert agent.wait("spawn").header["env"]["DMLC_PS_ROOT_PORT"] == "4321"
         agent.say("started", task="server-0", pid=101, start="x", time=time.time())
         workers = [agent.spawn(), agent.spawn()]
-        for worker in workers:
-            agent.exited(worker)
-        agent.over(*workers)
-        agent.finish()
+        agent.ends(*workers)
 
     job = Job(tmp_path, sample_plan(), script)
     outcome = job.run()
@@ -245,8 +198,7 @@ def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:
 
 def test_output_reaches_log_and_sink_once_and_is_acknowledged(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         agent.say("output", b"one\n", task=task, stream="out", offset=0)
         agent.say("output", b"oops\n", task=task, stream="err", offset=0)
         agent.say("output", b"one\ntwo\n", task=task, stream="out", offset=0)
@@ -254,9 +206,7 @@ def test_output_reaches_log_and_sink_once_and_is_acknowledged(tmp_path: Path) ->
         while offsets != {"out": 8, "err": 5}:
             ack = agent.wait("ack").header
             offsets[ack["stream"]] = ack["offset"]
-        agent.exited(task, out=8, err=5)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task, out=8, err=5)
 
     job = Job(tmp_path, one_worker(), script)
     assert job.run().exit_code == 0
@@ -268,26 +218,6 @@ def test_output_reaches_log_and_sink_once_and_is_acknowledged(tmp_path: Path) ->
     assert job.folder.tail("worker-0", 5) == ["one", "oops", "two"]
 
 
-def test_a_full_disk_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
-
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
-        for number in range(3):
-            agent.say("output", b"x", task=task, stream="out", offset=number)
-        agent.exited(task, out=3)
-        agent.over(task)
-        agent.finish()
-
-    job = Job(tmp_path, one_worker(), script)
-    job.folder.log_path("worker-0").symlink_to("/dev/full")
-    assert job.run().exit_code == 0
-    assert [data for _, _, data, _ in job.sink.printed] == [b"x"] * 3
-    assert job.sink.text.count("No space left") == 1
-
-
 def test_a_task_that_fills_the_disk_with_its_output_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,21 +226,16 @@ def test_a_task_that_fills_the_disk_with_its_output_ends_the_job_and_is_named(
     monkeypatch.setattr(logs, "HEAD_BYTES", 0)
 
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         agent.say("output", b"x", task=task, stream="out", offset=0)
         agent.wait("stop")
         agent.exited(task, None, signal="TERM", stopped=True, out=1)
-        agent.over(task)
-        agent.say("cleared", left=[])
-        agent.wait("end")
-        agent.say("bye")
+        agent.leave()
 
     job = Job(tmp_path, one_worker(), script)
     job.folder.log_path("worker-0").symlink_to("/dev/full")
     outcome = job.run()
     assert outcome.exit_code == facts.EXIT_OUTPUT
-    assert outcome.culprit is not None
     assert outcome.culprit.task == "worker-0"
     assert f"has filled the disk of {job.folder.logs} with 0 MiB of output: No space left" in outcome.message
 
@@ -320,9 +245,7 @@ def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path)
         agent.begin()
         moved.rename(tmp_path / "elsewhere")
         task = agent.spawn()
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task)
         (tmp_path / "elsewhere").rename(moved)
 
     job = Job(tmp_path, one_worker(), script)
@@ -331,27 +254,6 @@ def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path)
     job.agents[0].join()
     assert outcome.exit_code == 0
     assert job.sink.text.count("cannot write to") == 1
-
-
-def test_a_failing_task_gives_code_and_report(tmp_path: Path) -> None:
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        tasks = [agent.spawn(), agent.spawn()]
-        agent.say("output", b"ValueError: no\n", task=tasks[1], stream="err", offset=0)
-        agent.exited(tasks[1], 3, err=15)
-        agent.over(tasks[1])
-        agent.finish()
-
-    job = Job(tmp_path, sample_plan(workers=2, servers=0), script)
-    outcome = job.run()
-    assert outcome.exit_code == 3
-    assert outcome.culprit is not None
-    text = report.failure(outcome, job.folder.tail(outcome.culprit.task, 20), "LOG")
-    assert "first failure: worker-1 on d1: exit code 3" in text
-    assert "    | ValueError: no" in text
-    stored = job.folder.outcome()
-    assert stored is not None
-    assert (stored["exit_code"], stored["culprit"]["task"]) == (3, "worker-1")
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff" * 64, b"\0\0\0\x12" + b'{"type":"started"}', b"\0\0\0\x05[1,2]"])
@@ -365,41 +267,6 @@ def test_garbage_from_an_agent_is_a_lost_host_with_a_reason(tmp_path: Path, rubb
     job = Job(tmp_path, one_worker(), script)
     assert job.run().exit_code == 7
     assert job.took < 25  # a host that is only silent is lost after 30 s
-
-
-def test_an_agent_that_dies_is_a_lost_host_and_the_others_are_stopped(tmp_path: Path) -> None:
-    started = threading.Barrier(2)
-
-    def dies(agent: ScriptedAgent) -> None:
-        agent.begin()
-        agent.spawn()
-        started.wait(LIMIT_S)
-
-    def obeys(agent: ScriptedAgent) -> None:
-        agent.begin()
-        agent.spawn()
-        started.wait(LIMIT_S)
-        agent.finish()
-
-    job = Job(tmp_path, sample_plan(workers=2, servers=0, hosts=("d1", "d2")), dies, obeys)
-    outcome = job.run()
-    assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
-    assert "lost d1" in outcome.message
-    assert job.took < 25  # a host that is only silent is lost after 30 s
-
-
-@pytest.mark.slow
-def test_an_agent_that_answers_nothing_never_hangs_the_loop(tmp_path: Path) -> None:
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        agent.spawn()
-        agent.until_end()
-
-    job = Job(tmp_path, one_worker(timeout_s=3.0, grace_s=0.1), script)
-    outcome = job.run()
-    assert outcome.exit_code == 124
-    assert 10 <= job.took < 40  # 5 s for a report of the stop, 5 s for a bye
-    assert tuple(map(str, outcome.survivors)) == ("worker-0 (pid 100) on d1", "the agent on d1")
 
 
 def test_an_agent_that_never_greets_fails_the_start(tmp_path: Path) -> None:
@@ -420,8 +287,7 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
 
     def script(agent: ScriptedAgent) -> None:
         sent.clear()
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         time.sleep(0.1)  # the loop is waiting by now; if it is not, the test still holds
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
@@ -429,12 +295,9 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
         sent.append(time.monotonic())
         assert stop["steps"][0][0] == ("INT" if number == signal.SIGINT else "TERM")
         agent.exited(task, None, signal=stop["steps"][0][0], stopped=True)
-        agent.over(task)
         if number == signal.SIGINT:
             agent.wait("stop")
-        agent.say("cleared", left=[])
-        agent.wait("end")
-        agent.say("bye")
+        agent.leave()
 
     took = []
     for attempt in "123":
@@ -445,32 +308,14 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
     raise AssertionError("it took %s s" % took)
 
 
-def test_two_interrupts_kill(tmp_path: Path) -> None:
-    def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
-        for first in ("INT", "KILL"):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert agent.wait("stop").header["steps"][0][0] == first
-        agent.exited(task, None, signal="KILL", stopped=True)
-        agent.say("cleared", left=[])
-        agent.wait("end")
-        agent.say("bye")
-
-    assert Job(tmp_path, one_worker(), script).run().exit_code == 130
-
-
 def test_ctrl_z_means_nothing_and_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTSTP)
         agent.say("output", b"x", task=task, stream="out", offset=0)
         agent.wait("ack")
-        agent.exited(task, out=1)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task, out=1)
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -482,11 +327,8 @@ def test_ctrl_z_means_nothing_and_an_ignored_signal_stays_ignored(tmp_path: Path
 
 def test_it_runs_in_another_thread_without_signals(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
-        agent.exited(task)
-        agent.over(task)
-        agent.finish()
+        task = agent.work()
+        agent.ends(task)
 
     job = Job(tmp_path, one_worker(), script)
     outcomes: list[Outcome] = []
@@ -498,8 +340,7 @@ def test_it_runs_in_another_thread_without_signals(tmp_path: Path) -> None:
 
 def test_our_own_fault_lets_the_agents_go_and_is_noted(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         agent.say("output", b"x", task=task, stream="out", offset=0)
         agent.until_end(answer=True)
 
@@ -518,12 +359,9 @@ def test_our_own_fault_lets_the_agents_go_and_is_noted(tmp_path: Path) -> None:
 
 def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.begin()
-        task = agent.spawn()
+        task = agent.work()
         agent.say("output", b"private", task=task, stream="out", offset=0)
-        agent.exited(task, out=7)
-        agent.over(task)
-        agent.finish()
+        agent.ends(task, out=7)
 
     job = Job(tmp_path, one_worker(), script)
     job.run(verbosity=2)

@@ -22,13 +22,18 @@ def one_host() -> JobMetrics:
     return JobMetrics(sample_plan(1, 1, ("d1",)))
 
 
+@pytest.fixture
+def job() -> JobMetrics:
+    """The numbers of a job on one host."""
+    return one_host()
+
+
 def frame(clock: float, **tasks: Any) -> dict[str, Any]:
     host = {"cores": 4, "cpu_s": 2 * clock, "net_rx": 100 * clock, "net_tx": 0}
     return {"clock": clock, "time": WALL + clock, "host": host, "tasks": tasks}
 
 
-def test_rates_are_made_by_the_agents_clock_not_by_when_frames_arrive() -> None:
-    job = one_host()
+def test_rates_are_made_by_the_agents_clock_not_by_when_frames_arrive(job: JobMetrics) -> None:
     job.take("d1", frame(10, **{"worker-0": {"cpu_s": 5.0, "read": 0, "write": 1000}}), 0.0, WALL)
     job.take("d1", frame(12, **{"worker-0": {"cpu_s": 8.0, "read": 0, "write": 5000}}), 77.0, WALL + 77)
     task, host = job.tasks["worker-0"], job.hosts["d1"]
@@ -39,45 +44,38 @@ def test_rates_are_made_by_the_agents_clock_not_by_when_frames_arrive() -> None:
 
 
 @pytest.mark.parametrize(("clock", "cpu_s"), [(12, 4.0), (9, 8.0), (10.1, 8.0), (2000, 8.0), (12, None), (12, "8")])
-def test_a_counter_or_clock_that_goes_back_or_jumps_gives_no_rate(clock: float, cpu_s: Any) -> None:
-    job = one_host()
+def test_a_counter_or_clock_that_goes_back_or_jumps_gives_no_rate(job: JobMetrics, clock: float, cpu_s: Any) -> None:
     job.take("d1", frame(10, **{"worker-0": {"cpu_s": 5.0}}), 0.0, WALL)
     job.take("d1", frame(clock, **{"worker-0": {"cpu_s": cpu_s}}), 1.0, WALL)
     assert job.tasks["worker-0"].cpu is None
 
 
-def test_the_rate_comes_back_with_the_frame_after() -> None:
-    job = one_host()
+def test_the_rate_comes_back_with_the_frame_after(job: JobMetrics) -> None:
     for clock, cpu_s in ((10, 5.0), (11, 0.5), (12, 1.0)):
         job.take("d1", frame(clock, **{"worker-0": {"cpu_s": cpu_s}}), 0.0, WALL)
     assert job.tasks["worker-0"].cpu == 0.5
 
 
-def test_a_servers_rates_go_by_when_its_counters_came() -> None:
+def test_a_servers_rates_go_by_when_its_counters_came(job: JobMetrics) -> None:
     """A frame may hold the counters of two seconds, or none that are new."""
-    job = one_host()
     rates = []
     for clock, time, pushes in ((10, 9.9, 0), (11, 10.9, 100), (12, 10.9, 100), (13, 12.9, 300)):
         counters = {"role": "server", "values": {"pushes": pushes, "keys": 3}, "time": WALL + time}
         job.take("d1", frame(clock, **{"server-0": {"counters": counters}}), clock, WALL + clock)
         store = job.tasks["server-0"].store
-        assert store is not None
         rates.append(store.rates["pushes"])
     assert rates == [None, pytest.approx(100), pytest.approx(100), pytest.approx(100)]
 
 
-def test_a_clock_that_was_set_does_not_spoil_a_servers_rates() -> None:
-    job = one_host()
+def test_a_clock_that_was_set_does_not_spoil_a_servers_rates(job: JobMetrics) -> None:
     for clock, time, pushes in ((10, 10, 0), (11, 3611, 100)):
         counters = {"values": {"pushes": pushes}, "time": WALL + time}
         job.take("d1", frame(clock, **{"server-0": {"counters": counters}}), clock, WALL + clock)
     store = job.tasks["server-0"].store
-    assert store is not None
     assert store.rates["pushes"] == pytest.approx(100)
 
 
-def test_a_task_that_is_left_out_has_ended() -> None:
-    job = one_host()
+def test_a_task_that_is_left_out_has_ended(job: JobMetrics) -> None:
     job.take("d1", frame(10, **{"worker-0": {"rss": 7}, "server-0": {}}), 0.0, WALL)
     assert {task.name for task in job.running} == {"worker-0", "server-0"}
     job.take("d1", frame(11, **{"server-0": {}}), 1.0, WALL)
@@ -217,8 +215,7 @@ def test_the_largest_job_keeps_less_than_64_mib(monkeypatch: pytest.MonkeyPatch)
     assert job.points >= 3
 
 
-def test_mean_of_a_minute_counts_the_time_in_which_a_task_did_nothing() -> None:
-    job = one_host()
+def test_mean_of_a_minute_counts_the_time_in_which_a_task_did_nothing(job: JobMetrics) -> None:
     for second in range(61):
         used = {"cpu_s": float(min(second, 30)), "rss": 1000}
         job.take("d1", frame(10 + second, **{"worker-0": used}), float(second), WALL + second)

@@ -188,10 +188,10 @@ def test_a_preparation_that_failed_gives_4_and_nothing_was_started() -> None:
     history = prepared().beat_to(3)
     history.tell(messages.PrepareFailed("d2", "rsync: No space left on device", WALL + 3, "a\nb"))
     outcome = history.end()
+    culprit = history.culprit()
     assert (outcome.exit_code, outcome.reason) == (4, "sync")
     assert outcome.message == "the files did not reach d2: rsync: No space left on device"
-    assert outcome.culprit is not None
-    assert (outcome.culprit.host, outcome.culprit.reason) == ("d2", "a\nb")
+    assert (culprit.host, culprit.reason) == ("d2", "a\nb")
     assert history.did(Spawn) == []
     assert len(history.did(EndAgent)) == 2
 
@@ -316,11 +316,6 @@ def test_hosts_that_do_not_settle_are_told_together_and_nothing_was_started() ->
     assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert outcome.problems == (Problem("d1", "module", "no zmq", "pip"), Problem("d2", "activation", "it failed"))
     assert history.did(Spawn) == []
-
-
-def test_one_host_that_does_not_settle_is_enough() -> None:
-    outcome = settling().settled("d1").bad("d2", "activation", "it failed", refused=True).end()
-    assert (outcome.exit_code, [each.host for each in outcome.problems]) == (3, ["d2"])
 
 
 def test_settling_has_its_time_as_the_start_has() -> None:

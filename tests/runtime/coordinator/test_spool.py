@@ -53,6 +53,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     assert logs.add("b", "out", 0, b"lost") == Written(b"lost", None, 4)
     assert "No space left on device" in logs.warning()
     assert logs.warning() == ""
+    assert logs.flood("a") == "", "it has not printed much"
     assert logs.add("a", "out", 4, b"more").offset == 8
     logs.close()
 

@@ -29,12 +29,16 @@ def ask(stacks: StackQueries, task: str = "", number: int = 1, reached: str = "h
     return stacks.wanted(StackWanted(number, task), tasks(**changes), set(reached.split()), 100.0)
 
 
+@pytest.fixture
+def stacks() -> StackQueries:
+    return StackQueries(PLACES)
+
+
 def said(told: list[tuple[int, TaskStack]]) -> list[tuple[str, str, int]]:
     return [(each.task, each.text or each.error, each.left) for _, each in told]
 
 
-def test_each_task_has_one_answer_and_the_last_says_so() -> None:
-    stacks = StackQueries(PLACES)
+def test_each_task_has_one_answer_and_the_last_says_so(stacks: StackQueries) -> None:
     asked, told = ask(stacks)
     assert (asked, told) == ([AskStack("h1", 1, "worker-0"), AskStack("h2", 2, "worker-1")], [])
     assert said(stacks.heard(StackFound("h2", 2, "b", "py-spy"))) == [("worker-1", "b", 1)]
@@ -64,8 +68,7 @@ def test_an_unknown_task_is_told_with_the_known_ones() -> None:
     assert said(told) == [("worker-7", known, 0)]
 
 
-def test_an_agent_that_does_not_answer_is_answered_for() -> None:
-    stacks = StackQueries(PLACES)
+def test_an_agent_that_does_not_answer_is_answered_for(stacks: StackQueries) -> None:
     ask(stacks)
     stacks.heard(StackFound("h1", 1, "a", "py-spy"))
     assert stacks.expired(100.0 + ANSWER_S - 0.1) == []
@@ -87,8 +90,7 @@ def test_what_does_not_run_or_cannot_be_reached_is_told_at_once() -> None:
     assert said(told) == [("worker-0", "worker-0 has not started yet", 0)]
 
 
-def test_an_agent_answers_for_its_own_tasks_only() -> None:
-    stacks = StackQueries(PLACES)
+def test_an_agent_answers_for_its_own_tasks_only(stacks: StackQueries) -> None:
     ask(stacks)
     assert stacks.heard(StackFound("h1", 2, "forged", "py-spy")) == []
     assert said(stacks.heard(StackFound("h2", 2, "b", "py-spy"))) == [("worker-1", "b", 1)]

@@ -20,6 +20,12 @@ def idle(workers: int = 2, **limits: Any) -> MeasuredJob:
     return job
 
 
+@pytest.fixture
+def job() -> MeasuredJob:
+    """A job of one worker that does nothing from 10 s on."""
+    return idle(1)
+
+
 def conditions(job: MeasuredJob) -> dict[str, str]:
     return {name: task["condition"] for name, task in job.snapshot()["tasks"].items() if task["condition"]}
 
@@ -59,8 +65,7 @@ def test_a_stall_is_one_event_a_worker_and_is_said_once_for_all() -> None:
         lambda job: {"write": 100 * job.now},
     ],
 )
-def test_any_sign_of_life_prevents_a_stall(alive: Any) -> None:
-    job = idle(1)
+def test_any_sign_of_life_prevents_a_stall(job: MeasuredJob, alive: Any) -> None:
     while job.now < 700:
         job.more["worker-0"] = alive(job)
         job.run_to(job.now + 100)
@@ -69,8 +74,7 @@ def test_any_sign_of_life_prevents_a_stall(alive: Any) -> None:
     assert conditions(job) == {"worker-0": facts.STALLED}
 
 
-def test_a_tick_of_the_clock_now_and_then_is_no_sign_of_life() -> None:
-    job = idle(1)
+def test_a_tick_of_the_clock_now_and_then_is_no_sign_of_life(job: MeasuredJob) -> None:
     while job.now < 320:  # 10 ms of a second, by the system's count: a thread that keeps a connection
         job.cpu["worker-0"] = 0.0101 if int(job.now) % 3 == 0 else 0.0
         job.run_to(job.now + 1)
@@ -93,22 +97,19 @@ def test_a_stalled_rank_that_is_the_slowest_leaves_the_time_unknown() -> None:
     assert job.snapshot()["progress"]["eta_s"] is None
 
 
-def test_a_worker_that_computes_is_not_stalled() -> None:
-    job = idle(1)
+def test_a_worker_that_computes_is_not_stalled(job: MeasuredJob) -> None:
     job.cpu["worker-0"] = 0.02
     job.run_to(700)
     assert conditions(job) == {}
 
 
-def test_where_the_use_of_the_processor_is_not_known_nobody_is_stalled() -> None:
-    job = idle(1)
+def test_where_the_use_of_the_processor_is_not_known_nobody_is_stalled(job: MeasuredJob) -> None:
     job.more["worker-0"]["cpu_s"] = None
     job.run_to(700)
     assert conditions(job) == {}
 
 
-def test_a_stall_that_is_over_is_told() -> None:
-    job = idle(1)
+def test_a_stall_that_is_over_is_told(job: MeasuredJob) -> None:
     job.run_to(400)
     job.cpu["worker-0"] = 0.9
     job.run_to(403)
@@ -125,14 +126,7 @@ def test_the_time_can_be_chosen_and_0_is_never() -> None:
     assert conditions(job) == {}
 
 
-def test_servers_and_the_scheduler_are_never_stalled() -> None:
-    job = idle(1)
-    job.run_to(700)
-    assert set(conditions(job)) == {"worker-0"}
-
-
-def test_a_silent_host_makes_nobody_stalled() -> None:
-    job = idle(1)
+def test_a_silent_host_makes_nobody_stalled(job: MeasuredJob) -> None:
     job.now = 700.0
     job.tell(messages.Tick(WALL + 700))
     assert job.recorded == []
@@ -224,8 +218,7 @@ def test_events_of_conditions_are_bounded() -> None:
     assert 30 < len(job.recorded) <= 61
 
 
-def test_the_end_of_a_worker_ends_its_condition() -> None:
-    job = idle(1)
+def test_the_end_of_a_worker_ends_its_condition(job: MeasuredJob) -> None:
     job.run_to(400)
     job.tell(agent_messages.Exited("d1", "worker-0", code=0))
     job.ended.add("worker-0")

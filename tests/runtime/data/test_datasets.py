@@ -42,11 +42,6 @@ def test_the_golden_file_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_idx(tmp_path / "x"), np.array(expected, np.uint8))
 
 
-def test_a_compressed_file_is_read_whatever_its_name(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(gzip.compress(GOLDEN))
-    assert read_idx(tmp_path / "x").shape == (2, 2, 3)
-
-
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)
 
 

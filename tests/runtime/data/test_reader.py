@@ -42,20 +42,6 @@ def test_parts_cover_the_data_once() -> None:
     assert read == [[[0, 1]], [[2, 3], [4]], [[5, 6]], [[7, 8], [9]]]
 
 
-def test_parts_of_equal_length_by_remainder() -> None:
-    for remainder, size in (("drop", 2), ("pad", 3), ("wrap", 3)):
-        found = [Reader(numbers(10), 2, num_parts=4, part_index=i, remainder=remainder) for i in range(4)]
-        assert [reader.num_examples for reader in found] == [size] * 4
-
-
-def test_epoch_size_gives_exactly_so_many_batches_and_goes_on_in_the_midst() -> None:
-    short = Reader(numbers(6), 2, epoch_size=2)
-    assert [labels(short), labels(short)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
-    long = Reader(numbers(4), 2, epoch_size=5)
-    assert len(long) == 5
-    assert labels(long) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
-
-
 def test_shuffle_draws_a_new_order_for_each_pass_which_a_seed_repeats() -> None:
     def passes(seed: int | None) -> list[list[int]]:
         reader = Reader(numbers(50), 50, shuffle=True, seed=seed)
@@ -121,17 +107,6 @@ def test_records_are_cut_by_bytes_if_asked_to(tmp_path: Path) -> None:
 
 def labels_of(reader: Reader) -> list[int]:
     return [int(each) for _, label in reader for each in label]
-
-
-@pytest.mark.parametrize("remainder", ["spread", "drop", "pad", "wrap"])
-def test_a_global_shuffle_gives_each_part_other_examples_in_each_pass(remainder: str) -> None:
-    dataset = Arrays(np.arange(30.0), np.arange(30))
-    options = {"num_parts": 3, "remainder": remainder, "shuffle": "global", "seed": 4}
-    readers = [Reader(dataset, 4, part_index=rank, **options) for rank in range(3)]
-    passes = [[labels_of(reader) for reader in readers] for _ in range(2)]
-    for parts in passes:
-        assert sorted(label for part in parts for label in part) == list(range(30))
-    assert all(set(one) != set(other) for one, other in zip(*passes, strict=True))
 
 
 def test_with_epochs_of_full_batches_all_parts_begin_each_pass_together() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -177,13 +176,6 @@ for epoch in range(2):
     ]
 
 
-def test_no_module_of_data_imports_torch_or_pillow() -> None:
-    from subprocess import check_output
-
-    text = "import sys, distrun_runtime.data; print(sorted(n for n in ('torch', 'PIL', 'zmq') if n in sys.modules))"
-    assert check_output([sys.executable, "-c", text], text=True) == "[]\n"
-
-
 def test_the_readers_examples_in_docstrings_are_right() -> None:
     import doctest
 
@@ -213,27 +205,12 @@ def test_an_epoch_of_no_batch_is_refused() -> None:
         Epochs([1], 0)
 
 
-def test_data_that_ends_earlier_starts_again_and_goes_on_in_the_next_epoch() -> None:
-    epochs = Epochs(["a", "b", "c"], size=5)
-    assert [list(epochs) for _ in range(3)] == [list("abcab"), list("cabca"), list("bcabc")]
-
-
-def test_data_that_is_longer_is_not_started_again_in_its_midst() -> None:
-    epochs = Epochs(range(5), size=2)
-    assert [list(epochs) for _ in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
-
-
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
 def test_every_batch_has_its_turn(batches: int, size: int, count: int) -> None:
     epochs = Epochs(range(batches), size)
     drawn = [batch for _ in range(count) for batch in epochs]
     assert drawn == [i % batches for i in range(size * count)]
-
-
-def test_without_a_size_an_epoch_is_the_data_once() -> None:
-    epochs = Epochs("abc")
-    assert [list(epochs), list(epochs)] == [list("abc"), list("abc")]
 
 
 def test_an_epoch_that_is_broken_off_counts_as_far_as_it_came() -> None:

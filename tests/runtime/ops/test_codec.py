@@ -133,14 +133,6 @@ def test_what_was_decoded_and_the_residual_add_up_to_what_was_put_in(name: str, 
     np.testing.assert_allclose(total + residual, sum(rounds), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(codec.CODECS))
-def test_pushed_values_are_only_read(name: str) -> None:
-    values = floats(0.6, -0.7, 0.1)
-    values.flags.writeable = False
-    sent(name, values, np.zeros(3, np.float32))
-    sent(name, values)
-
-
 def test_fp16_leaves_a_residual_alone() -> None:
     residual = floats(1.0, 2.0)
     assert sent("fp16", floats(0.5, 0.5), residual) == struct.pack("<2e", 0.5, 0.5)
@@ -160,75 +152,23 @@ def test_topk_sends_the_ratio_rounded_up_and_the_largest(n: int, ratio: float) -
 # --- numbers of MXNet's tests, at the level of one worker
 
 
-def test_two_bit_sends_a_threshold_as_soon_as_it_has_one() -> None:
-    residual = np.zeros(6, np.float32)
-    steps = [(0.4, 0), (0.1, 0.5), (0.2, 0), (0.3, 0.5), (0, 0), (0.5, 0.5)]
-    for pushed, expected in steps:
-        payload = sent("2bit", np.full(6, pushed, np.float32), residual)
-        assert received("2bit", payload, 6).tolist() == [expected] * 6, pushed
-
-
-def test_two_bit_sends_at_most_one_threshold_a_step() -> None:
-    residual = np.zeros(1, np.float32)
-    assert received("2bit", sent("2bit", floats(3.0), residual), 1).tolist() == [0.5]
-    assert residual.tolist() == [2.5]
-
-
-@pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
-def test_one_bit_gives_back_steps_of_one(threshold: float) -> None:
-    residual = np.zeros(6, np.float32)
-    value = 0.0
-    for pushed, expected in [(1, 1), (1, 2), (-1, 1), (-1, 0), (2, 1), (0, 2), (-2, 1)]:
-        payload = sent("1bit", np.full(6, pushed, np.float32), residual, threshold=threshold)
-        value += received("1bit", payload, 6, threshold=threshold)[5]
-        assert value == expected, pushed
-    assert residual.tolist() == [-1] * 6
-
-
-def simulated(name: str, values: list[float], residual: list[float], threshold: float) -> list[float]:
-    """Quantise element by element, as the formula says, in float32."""
-    decoded = []
-    for place, value in enumerate(values):
-        total = np.float32(np.float32(residual[place]) + np.float32(value))
-        if name == "2bit":
-            quantum = threshold if total >= np.float32(threshold) else -threshold if total <= -threshold else 0.0
-        else:
-            quantum = 1.0 if total > np.float32(threshold) else -1.0
-        residual[place] = float(np.float32(total - np.float32(quantum)))
-        decoded.append(quantum)
-    return decoded
-
-
 @pytest.mark.parametrize(("name", "threshold"), [("2bit", 0.5), ("2bit", 0.3), ("1bit", 0.0), ("1bit", 0.5)])
 def test_seven_rounds_of_random_gradients_equal_the_formula_element_by_element(name: str, threshold: float) -> None:
-    source = np.random.default_rng(11)
-    for shape in ((2, 3), (17, 5)):
-        n = math.prod(shape)
-        residual, model = np.zeros(n, np.float32), [0.0] * n
+    """Also of a value of several of the blocks in which codecs work."""
+    source, t = np.random.default_rng(11), np.float32(threshold)
+    for n in (6, 85, 100_003):
+        residual, model = np.zeros(n, np.float32), np.zeros(n, np.float32)
         for _ in range(7):
-            values = source.normal(size=n).astype(np.float32)
+            values = source.standard_normal(n, np.float32)
             decoded = received(name, sent(name, values, residual, threshold=threshold), n, threshold=threshold)
-            expected = np.array(simulated(name, values.tolist(), model, threshold), np.float32)
+            model += values
+            if name == "2bit":
+                expected = np.where(model >= t, t, np.where(model <= -t, -t, np.float32(0)))
+            else:
+                expected = np.where(model > t, np.float32(1), np.float32(-1))
+            model -= expected
             np.testing.assert_array_equal(decoded, expected)
-            np.testing.assert_array_equal(residual, np.array(model, np.float32))
-
-
-@pytest.mark.parametrize("name", ["2bit", "1bit"])
-def test_seven_rounds_of_a_big_value_equal_the_formula(name: str) -> None:
-    source = np.random.default_rng(12)
-    n = 1211 * 1211
-    residual, model = np.zeros(n, np.float32), np.zeros(n, np.float32)
-    for _ in range(7):
-        values = source.standard_normal(n, np.float32)
-        decoded = received(name, sent(name, values, residual, threshold=0.5), n, threshold=0.5)
-        model += values
-        if name == "2bit":
-            expected = np.where(model >= 0.5, 0.5, np.where(model <= -0.5, -0.5, 0)).astype(np.float32)
-        else:
-            expected = np.where(model > 0.5, 1, -1).astype(np.float32)
-        model -= expected
-        np.testing.assert_array_equal(decoded, expected)
-        np.testing.assert_array_equal(residual, model)
+            np.testing.assert_array_equal(residual, model)
 
 
 # --- what is refused

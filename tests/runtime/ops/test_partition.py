@@ -49,10 +49,6 @@ def test_a_value_of_no_elements_has_one_empty_shard() -> None:
     assert shards(1, 0, 4, 1) == (Shard(server=1, offset=0, length=0),)
 
 
-def test_a_server_without_elements_gets_no_shard() -> None:
-    assert shards(0, 2, 4, 1) == (Shard(0, 0, 1), Shard(2, 1, 1))
-
-
 @pytest.mark.parametrize(("size", "servers", "bound"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_impossible_numbers_are_an_error(size: int, servers: int, bound: int) -> None:
     with pytest.raises(ValueError, match="expected size >= 0, servers >= 1 and bound >= 1"):

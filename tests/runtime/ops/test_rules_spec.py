@@ -84,17 +84,6 @@ def test_a_learning_rate_beside_a_schedule_that_stays_is_refused_with_the_fix() 
     assert spec.changed({"params": {"wd": 0.1}}).params["wd"] == 0.1
 
 
-def test_the_schedule_is_asked_for_the_updates_of_each_weight() -> None:
-    rule = rules.make("sgd", {"lr_scheduler": Factor(2, 0.5, base_lr=1.0)})
-    for weight in (np.zeros(1), np.zeros(1)):
-        state, steps = rule.new_state(weight), []
-        for _ in range(5):
-            before = weight.copy()
-            rule.step(weight, np.ones(1), state)
-            steps.append(float((before - weight)[0]))
-        assert steps == [1.0, 1.0, 0.5, 0.5, 0.25]
-
-
 def test_a_change_travels_as_json_whatever_numbers_it_is_made_of() -> None:
     params = {"lr": np.float32(0.5), "lr_scheduler": None, "clip_gradient": np.int64(2)}
     change = rules.change_of(params, {np.int64(3): np.float64(2)}, {"b": 0})  # type: ignore[dict-item]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,18 +18,16 @@ from kernelcheck import FLOATS, launch, placed, same, values
 from distrun_runtime.arrays.dtypes import parse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.symbols import RuleTrace, Symbol, Untraceable
+from distrun_runtime.ops.symbols import Untraceable
 
 Array = npt.NDArray[Any]
 
 
 # Rules of random statements. Names of arrays: w and s are the weight and its state, g the gradient, t and u others.
 
-ONE = ("negative", "absolute", "sqrt", "square", "sign", "reciprocal", "positive", "fabs")
-TWO = ("add", "subtract", "multiply", "divide", "true_divide")
+ONE = ("negative", "absolute", "sqrt", "sign")
+TWO = ("add", "subtract", "multiply", "divide")
 COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
-TESTS = ("isnan", "isinf", "isfinite")
-LOGIC = ("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor")
 
 own, anything = st.sampled_from("wstu"), st.sampled_from("wstug")
 number = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.1, 1 / 3, 1e-8, 1e30, 1e-42, 1e300, -2.5, 3, 2**40 + 1])
@@ -43,22 +39,17 @@ statement = st.one_of(
     st.tuples(st.just("new"), own, st.sampled_from(TWO), two),
     st.tuples(st.just("out"), own, st.sampled_from(ONE), st.tuples(anything)),
     st.tuples(st.just("out"), own, st.sampled_from(TWO), two),
-    st.tuples(st.just("in place"), own, st.sampled_from(TWO[:4]), st.tuples(operand)),
-    st.tuples(st.just("operator"), own, st.sampled_from(TWO[:4]), two),
-    st.tuples(st.just("power"), own, st.sampled_from(["2", "0.5"]), st.tuples(anything)),
+    st.tuples(st.just("in place"), own, st.sampled_from(TWO), st.tuples(operand)),
+    st.tuples(st.just("operator"), own, st.sampled_from(TWO), two),
     st.tuples(st.just("compare"), own, st.sampled_from(COMPARISONS), two),
-    st.tuples(st.just("compare"), own, st.sampled_from(TESTS), st.tuples(anything)),
-    st.tuples(st.just("mask"), own, st.sampled_from(LOGIC), two),
-    st.tuples(st.just("where"), own, st.just(""), st.tuples(operand, operand)),
     st.tuples(st.just("copyto"), own, st.just(""), st.tuples(operand)),
     st.tuples(st.just("assign"), own, st.just(""), st.tuples(operand)),
     st.tuples(st.just("clip"), own, st.just(""), st.tuples(anything, number, number)),
     st.tuples(st.just("clip out"), own, st.just(""), st.tuples(anything, number, number)),
     st.tuples(st.just("largest"), own, st.sampled_from(["maximum", "minimum"]), st.tuples(anything, anything)),
-    st.tuples(st.just("like"), own, st.just(""), st.tuples(number)),
+    st.tuples(st.just("like"), own, st.just(""), st.just(())),
     st.tuples(st.just("alias"), own, st.just(""), st.tuples(own)),
     st.tuples(st.just("copy"), own, st.just(""), st.tuples(anything)),
-    st.tuples(st.just("astype"), own, st.sampled_from(["float32", "float64"]), st.tuples(anything)),
 )
 Statement = Any
 
@@ -88,14 +79,8 @@ def execute(statements: list[Statement], w: Array, g: Array, s: Array) -> None:
             arrays[name] = IN_PLACE[function](arrays[name], *given_)
         elif kind == "operator":
             arrays[name] = OPERATORS[function](*given_)
-        elif kind == "power":
-            arrays[name] = given_[0] ** (2 if function == "2" else 0.5)
         elif kind == "compare":
             mask = call(*given_)
-        elif kind == "mask":
-            mask = ~call(mask, given_[0] < given_[1])
-        elif kind == "where":
-            arrays[name] = np.where(mask, *given_)
         elif kind == "copyto":
             np.copyto(arrays[name], given_[0], where=mask)
         elif kind == "assign":
@@ -107,16 +92,14 @@ def execute(statements: list[Statement], w: Array, g: Array, s: Array) -> None:
         elif kind == "largest":  # of zeros of both signs numpy's choice is not defined
             arrays[name] = call(np.abs(given_[0]), np.abs(given_[1]))
         elif kind == "like":
-            arrays[name] = np.full_like(arrays[name], given_[0])
+            arrays[name] = np.zeros_like(arrays[name])
         elif kind == "alias":
             arrays[name] = given_[0]
         elif kind == "copy":
             arrays[name] = given_[0].copy()
-        elif kind == "astype":
-            arrays[name] = given_[0].astype(function)
     w += arrays["t"]  # so that it matters what is in them
     s -= arrays["u"]
-    np.copyto(s, arrays["w"], where=mask, casting="same_kind")
+    np.copyto(s, arrays["w"], where=mask)
 
 
 class Scripted(rules.Rule):
@@ -153,14 +136,8 @@ CHOSEN: list[list[Statement]] = [
     [("operator", "t", "multiply", (DOUBLE, "g")), ("in place", "s", "add", ("t",)), ("in place", "w", "add", ("s",))],
     [("new", "t", "multiply", ("g", np.array(THIRD))), ("in place", "w", "multiply", ("t",))],
     [("in place", "w", "multiply", (DOUBLE,)), ("in place", "w", "add", (np.float32(THIRD),))],
-    [
-        ("astype", "t", "float64", ("g",)),
-        ("in place", "t", "multiply", (THIRD,)),
-        ("in place", "w", "subtract", ("t",)),
-    ],
     [("operator", "t", "multiply", ("g", DOUBLE)), ("operator", "t", "add", ("t", "w")), ("assign", "w", "", ("t",))],
-    [("astype", "t", "float64", ("g",)), ("out", "w", "subtract", ("t", "w"))],
-    [("compare", "t", "less", ("w", DOUBLE)), ("where", "w", "", ("g", 1e-8)), ("copyto", "s", "", ("g",))],
+    [("compare", "t", "less", ("w", DOUBLE)), ("copyto", "s", "", ("g",))],
     [
         ("operator", "t", "subtract", (THIRD, "g")),
         ("operator", "w", "divide", (3, "t")),
@@ -168,14 +145,12 @@ CHOSEN: list[list[Statement]] = [
     ],
     [("operator", "t", "subtract", (1.0, "g")), ("operator", "u", "divide", (THIRD, "t")), ("assign", "w", "", ("u",))],
     [("operator", "t", "subtract", (DOUBLE, "g")), ("in place", "w", "divide", ("t",))],
-    [("power", "t", "2", ("g",)), ("power", "u", "0.5", ("t",)), ("out", "w", "subtract", ("u", "t"))],
     [("alias", "t", "", ("w",)), ("in place", "t", "add", ("g",)), ("operator", "s", "add", ("w", "t"))],
     [("copy", "t", "", ("w",)), ("in place", "t", "add", ("g",)), ("out", "s", "add", ("w", "t"))],
-    [("alias", "t", "", ("s",)), ("out", "t", "square", ("g",)), ("out", "w", "multiply", ("s", "t"))],
-    [("compare", "t", "isinf", ("g",)), ("where", "t", "", (0.0, "g")), ("assign", "w", "", ("t",))],
-    [("compare", "t", "isfinite", ("g",)), ("mask", "t", "logical_xor", ("g", "w")), ("copyto", "w", "", (THIRD,))],
+    [("alias", "t", "", ("s",)), ("out", "t", "multiply", ("g", "g")), ("out", "w", "multiply", ("s", "t"))],
+    [("compare", "t", "equal", ("g", 0.0)), ("copyto", "w", "", (THIRD,))],
     [("clip out", "w", "", ("g", -0.0, 0.0)), ("clip", "t", "", ("g", -1, 1e-42)), ("in place", "s", "add", ("t",))],
-    [("like", "t", "", (THIRD,)), ("in place", "t", "multiply", ("g",)), ("in place", "w", "add", ("t",))],
+    [("like", "t", "", ()), ("in place", "t", "subtract", ("g",)), ("in place", "w", "add", ("t",))],
     [("operator", "t", "add", ("g", 2**40 + 1)), ("operator", "t", "subtract", ("t", 3)), ("assign", "w", "", ("t",))],
 ]
 
@@ -184,16 +159,9 @@ def test_rules_that_were_written_for_it_give_the_bytes_of_numpy() -> None:
     check_scripts([(script, "float32") for script in CHOSEN])
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(scripts=scripts)
 def test_a_rule_of_any_statements_gives_the_bytes_of_numpy(scripts: list[tuple[list[Statement], str]]) -> None:
-    check_scripts(scripts)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(scripts=scripts)
-def test_many_rules_of_any_statements_give_the_bytes_of_numpy(scripts: list[tuple[list[Statement], str]]) -> None:
     check_scripts(scripts)
 
 
@@ -222,118 +190,49 @@ def check_scripts(scripts: list[tuple[list[Statement], str]]) -> None:
 # What is refused
 
 
-def reads_before_writing(w: Any, g: Any, s: Any) -> None:
-    w += np.empty_like(g)
-
-
-def assigns_under_a_mask(w: Any, g: Any, s: Any) -> None:
-    w[np.abs(g) < 1] = 0.0
+def decides(w: Any, g: Any, s: Any) -> None:
+    if g:
+        w -= g
 
 
 def assigns_to_one_element(w: Any, g: Any, s: Any) -> None:
     w[0] = 0.0
 
 
-def picks_under_a_mask(w: Any, g: Any, s: Any) -> None:
-    w -= g[g > 0]
-
-
-def decides(w: Any, g: Any, s: Any) -> None:
-    if (g > 0).any():
-        w -= g
-
-
-def decides_by_itself(w: Any, g: Any, s: Any) -> None:
-    if g:
-        w -= g
-
-
-def loops(w: Any, g: Any, s: Any) -> None:
-    for one in g:
-        w -= one
-
-
 def writes_the_gradient(w: Any, g: Any, s: Any) -> None:
     g *= 2.0
 
 
-def writes_the_gradient_by_out(w: Any, g: Any, s: Any) -> None:
-    np.sqrt(w, out=g)
-
-
-def writes_masks_into_numbers(w: Any, g: Any, s: Any) -> None:
-    np.isnan(g, out=w, casting="unsafe")
-
-
-def draws(w: Any, g: Any, s: Any) -> None:
-    w += np.random.default_rng(1).normal(size=w.shape)
-
-
-def adds_an_array_of_numpy(w: Any, g: Any, s: Any) -> None:
-    w += np.ones(3, np.float32)
-
-
 CASES: list[tuple[Callable[[Any, Any, Any], object], str]] = [
-    (reads_before_writing, "it reads an array of np.empty_like before it is written"),
-    (assigns_under_a_mask, "it assigns under a mask; np.copyto(array, value, where=mask) can be recorded"),
-    (assigns_to_one_element, "it assigns to elements by their place"),
-    (picks_under_a_mask, "it picks elements by their place or by a mask"),
-    (decides, "it uses .any of an array"),
-    (decides_by_itself, "it decides by values of an array"),
-    (loops, "it goes over an array's elements, or asks for their number"),
+    (decides, "it decides by values of an array"),
+    (assigns_to_one_element, "it assigns to some elements; np.copyto(array, value, where=mask) can be recorded"),
     (writes_the_gradient, "it writes into the gradient, which it may only read"),
-    (writes_the_gradient_by_out, "it writes into the gradient, which it may only read"),
-    (writes_masks_into_numbers, "it uses np.isnan with casting="),
-    (draws, "it uses .shape of an array"),
-    (adds_an_array_of_numpy, "it uses an array of numpy of shape (3,), which is none of the rule's"),
     (lambda w, g, s: np.exp(g), "it uses np.exp"),
-    (lambda w, g, s: g**3, "it uses ** with an exponent that is not 2 or 0.5"),
-    (lambda w, g, s: 2.0**g, "it uses np.power"),
-    (lambda w, g, s: g // 2, "it uses np.floor_divide"),
+    (lambda w, g, s: g**2, "it uses np.power"),
     (lambda w, g, s: np.sum(g), "it uses np.sum"),
-    (lambda w, g, s: np.any(g), "it uses np.any"),
     (lambda w, g, s: np.add.reduce(g), "it uses np.add.reduce"),
-    (lambda w, g, s: g.sum(), "it uses .sum of an array"),
-    (lambda w, g, s: g.reshape(-1), "it uses .reshape of an array"),
-    (lambda w, g, s: len(g), "it goes over an array's elements, or asks for their number"),
-    (lambda w, g, s: float(g), "it takes an array as one number"),
-    (lambda w, g, s: math.sqrt(g), "it takes an array as one number"),
-    (lambda w, g, s: np.array(g), "it makes an array of numpy from an array of the rule"),
-    (lambda w, g, s: np.divide(g, w, where=g > 0), "it uses np.divide with where=; np.where and np.copyto"),
-    (lambda w, g, s: np.add(g, w, dtype=np.float64), "it uses np.add with dtype="),
     (lambda w, g, s: np.add(g, w, out=np.zeros(3, np.float32)), "it writes into an array that is none of the rule's"),
-    (lambda w, g, s: np.copyto(np.zeros(3), g), "it writes into an array that is none of the rule's"),
-    (lambda w, g, s: np.where(g > 0), "it uses np.where without a condition of elements and two values"),
-    (lambda w, g, s: np.where(g, 1.0, 0.0), "it uses np.where without a condition of elements and two values"),
-    (lambda w, g, s: np.clip(g, s, w), "it uses np.clip with limits that are arrays"),
-    (lambda w, g, s: g.astype(np.int32), "it converts f32 to i32"),
-    (lambda w, g, s: g.astype(np.complex64), "it calculates with elements of type complex64"),
-    (lambda w, g, s: g * 1j, "it calculates with an object of type complex"),
-    (lambda w, g, s: g == None, "it calculates with an object of type NoneType"),  # noqa: E711
+    (lambda w, g, s: np.add(g, w, dtype=np.float64), "it uses np.add.__call__ with dtype"),
+    (lambda w, g, s: np.multiply(g, np.ones(3, np.float32), out=w), "it calculates with a ndarray that is none of"),
+    (lambda w, g, s: np.array(g), "it makes an array of numpy from an array of the rule"),
+    (lambda w, g, s: np.clip(g, s, w), "it uses np.clip on integers, or with limits that are arrays"),
     (lambda w, g, s: (g > 0) + (w > 0), "it uses np.add on bool"),
-    (lambda w, g, s: np.logical_and(g, w), "it uses np.logical_and on f32"),
-    (lambda w, g, s: g.unknown(), "it uses .unknown of an array"),
-    (lambda w, g, s: divmod(g, 2), "it raised TypeError: unsupported operand type(s) for divmod()"),
+    (lambda w, g, s: w + (g > 0), "it converts bool to f32"),
+    (lambda w, g, s: g * 1j, "it calculates with a complex"),
+    (lambda w, g, s: len(g), "object of type 'Symbol' has no len()"),
+    (lambda w, g, s: float(g), "float() argument must be"),
+    (lambda w, g, s: g[0], "'Symbol' object is not subscriptable"),
+    (lambda w, g, s: w.shape, "'Symbol' object has no attribute 'shape'"),
 ]
 
 
 @pytest.mark.parametrize(("code", "words"), CASES, ids=[f"{words}-{i}" for i, (_, words) in enumerate(CASES)])
-def test_what_cannot_be_recorded_is_refused_with_its_line(code: Callable[[Any, Any, Any], object], words: str) -> None:
+def test_what_cannot_be_recorded_is_refused(code: Callable[[Any, Any, Any], object], words: str) -> None:
     rule = scripted([])
     type(rule).update = lambda self, w, g, state, rates: code(w, g, state["s"])  # type: ignore[method-assign,assignment]
     with mock.patch.dict(rules.RULES, {rule.name: type(rule)}), pytest.raises(Untraceable) as caught:
         fuse.Fused(rule, np.dtype(np.float32), [np.dtype(np.float32)])
-    text = str(caught.value)
-    assert text.startswith(f"rule 'script0' cannot be fused: {words}")
-    assert "raised" in text or re.search(r"\(.*test_symbols\.py:\d+\)$", text)
-
-
-def test_the_line_that_is_named_is_the_rules_own() -> None:
-    trace = RuleTrace()
-    with pytest.raises(Untraceable) as caught:
-        assigns_under_a_mask(*(Symbol(trace, trace.load(name, "f32"), "f32") for name in "wgs"))
-    line = assigns_under_a_mask.__code__.co_firstlineno + 1
-    assert str(caught.value).endswith(f"test_symbols.py:{line})")
+    assert str(caught.value).startswith(f"rule 'script0' cannot be fused: {words}")
 
 
 @pytest.mark.parametrize(
@@ -354,10 +253,7 @@ def test_a_state_of_another_form_is_refused(change: Callable[[Any], object], wor
 @pytest.mark.parametrize(
     ("begun", "words"),
     [
-        (lambda weight: {"s": np.ones_like(weight)}, "its state array 's' starts neither as zeros nor as the weight"),
-        (lambda weight: {"s": weight * 2.0}, "its state array 's' starts neither as zeros nor as the weight"),
-        (lambda weight: {"s": []}, "its state has 's', which is no array"),
-        (lambda weight: {"s": np.zeros(weight.shape)}, "it uses .shape of an array"),
+        (lambda weight: {"s": weight * 2.0}, "state 's' starts neither as zeros nor as the weight"),
     ],
 )
 def test_a_state_that_starts_otherwise_is_refused(begun: Callable[[Any], object], words: str) -> None:
@@ -365,16 +261,3 @@ def test_a_state_that_starts_otherwise_is_refused(begun: Callable[[Any], object]
     type(rule).start = lambda self, weight: begun(weight)  # type: ignore[method-assign,assignment,return-value]
     with mock.patch.dict(rules.RULES, {rule.name: type(rule)}), pytest.raises(Untraceable, match=words):
         fuse.Fused(rule, np.dtype(np.float32), [np.dtype(np.float32)])
-
-
-def test_copysign_takes_the_sign_of_zeros() -> None:
-    """Of NaN as well; but which sign a NaN has, processors do not agree about."""
-    rule, dtype = scripted([]), np.dtype(np.float32)
-    type(rule).update = lambda self, w, g, state, rates: np.copysign(w, g, out=w)  # type: ignore[method-assign,assignment]
-    with mock.patch.dict(rules.RULES, {rule.name: type(rule)}):
-        made = fuse.Fused(rule, dtype, [dtype])
-    weight, signs = np.array([1, -2, 3, np.inf, 0], dtype), np.array([-0.0, 0, -1, -1, -9], dtype)
-    arrays = {fuse.WEIGHT: weight, fuse.PART % 0: signs}
-    expected = np.copysign(weight, signs)
-    launch(made.step(rules.Rates(0, 0, 1, 0)), arrays, cxx.compiled(made.program), 5)
-    assert weight.tobytes() == expected.tobytes()

@@ -12,7 +12,8 @@ import pytest
 from gpukit import Machine, values
 from sums import total as total_of
 
-from distrun_runtime.arrays.device import CpuDevice, Threads, on_host
+from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.device import CpuDevice, on_host
 from distrun_runtime.arrays.dtypes import DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers, update
@@ -43,6 +44,27 @@ def test_steps_in_chunks_by_any_number_of_threads_give_the_bits_of_steps_of_the_
     assert {each: np.asarray(value).tobytes() for each, value in state.items()} == {
         each: np.asarray(value).tobytes() for each, value in expected_state.items()
     }
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_steps_of_several_weights_that_threads_share_have_the_bits_of_each_alone(name: str) -> None:
+    rule, found = optimizers.RULES[name]({}), []
+    for threads in (1, 3):
+        device, items = CpuDevice(threads=Threads(threads, bound=1000)), []
+        for size in (2 * update.CHUNK + 17, 5, 9000):
+            weight = np.linspace(0, 1, size, dtype=FLOAT)
+            parts = [np.sin(weight), np.cos(weight)]
+            items.append(update.WeightStep(weight, parts, rule.new_state(weight), optimizers.Knobs()))
+        for _ in range(2):
+            update.step_all(rule, items, device=device)
+        found.append(
+            [
+                (each.weight.tobytes(), sorted((n, np.asarray(v).tobytes()) for n, v in each.state.items()))
+                for each in items
+            ]
+        )
+        assert [each.state["updates"] for each in items] == [2, 2, 2]
+    assert found[0] == found[1]
 
 
 # On GPUs

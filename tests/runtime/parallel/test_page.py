@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import run_script
 
 from distrun_runtime import parallel
 
@@ -32,12 +32,7 @@ def test_python_of_the_page_is_one_program_that_prints_what_it_says() -> None:
 @pytest.mark.peers
 def test_the_program_for_workers_runs_as_a_job(tmp_path: Path) -> None:
     (block,) = (block for block in BLOCKS if OF_A_JOB in block)
-    script = tmp_path / "train.py"
-    script.write_text(block, "utf-8")
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "0", "--launcher", "local"]
-    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), python_of("torch"), str(script)]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = run_script(tmp_path, block, python=python_of("torch"))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 False", "1 True"]
 

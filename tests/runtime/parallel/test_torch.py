@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "parallel_program.py"
@@ -19,12 +17,7 @@ CASES = [name for name in re.findall(r"^def (\w+)\(\) -> None:", TEXT, re.MULTIL
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    python = python_of("torch")
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, PROGRAM], env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, str] = json.loads(done.stdout)
-    return result
+    return outcomes_of(PROGRAM, python_of("torch"))
 
 
 @pytest.mark.peers

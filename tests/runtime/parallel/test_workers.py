@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import run_script
 
 TRAINING = """\
 import copy
@@ -245,18 +243,9 @@ dist.destroy_process_group()
 
 def launched(tmp_path: Path, text: str, workers: int, *words: str) -> list[str]:
     """Run a script as a job without servers; return what its workers print, sorted."""
-    done = run(tmp_path, text, workers, *words)
+    done = run_script(tmp_path, text, *words, python=python_of("torch"), workers=workers)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines())
-
-
-def run(tmp_path: Path, text: str, workers: int, *words: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "program.py"
-    script.write_text(text, "utf-8")
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", "0", "--launcher", "local"]
-    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), python_of("torch"), str(script), *words]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.peers
@@ -301,6 +290,6 @@ def test_a_stage_may_pass_on_a_tuple_with_an_index(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_passed_on_or_put_together_names_the_layer(tmp_path: Path, case: str, said: str) -> None:
-    done = run(tmp_path, PASSED_ON, 2, case)
+    done = run_script(tmp_path, PASSED_ON, case, python=python_of("torch"))
     assert done.returncode != 0
     assert said in done.stdout + done.stderr

@@ -38,6 +38,28 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return partial(Cluster, over=PATHS[request.param])
 
 
+@pytest.fixture
+def run(job: Callable[..., Cluster]) -> Callable[..., list[Any]]:
+    """Runs `script(kv)` in every worker of a job on one of the paths, as `cluster.run_job` does."""
+
+    def run(script: Any, *counts: int, type_name: str = "dist_sync", **settings: Any) -> list[Any]:
+        with job(*counts, **settings) as made:
+            return made.run(script, type_name)
+
+    return run
+
+
+@pytest.fixture
+def run_sessions(job: Callable[..., Cluster]) -> Callable[..., list[Any]]:
+    """Runs `script(session)` in every worker of a job on one of the paths."""
+
+    def run(script: Any, *counts: int, **settings: Any) -> list[Any]:
+        with job(*counts, **settings) as made:
+            return made.run_sessions(script)
+
+    return run
+
+
 def know_every_second(patch: pytest.MonkeyPatch) -> None:
     """Have servers know only every second of the messages that they know by their bytes."""
     take, number = Steady.take, itertools.count()
@@ -57,3 +79,9 @@ def serving() -> Iterator[Callable[..., History]]:
             return stack.enter_context(History(*arguments, **more))
 
         yield make
+
+
+@pytest.fixture
+def server(serving: Callable[..., History]) -> History:
+    """A server of two workers with the keys `a` and `b`."""
+    return serving()

@@ -10,11 +10,17 @@ from schedulerhistory import Job, init, reasons, record, rule, sends, spec, to
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
 
+
+@pytest.fixture
+def job() -> Job:
+    """A scheduler to whom two workers and a server have come."""
+    return Job()
+
+
 # What differs
 
 
-def test_equal_calls_do_not_differ_whatever_the_order_of_their_keys() -> None:
-    job = Job()
+def test_equal_calls_do_not_differ_whatever_the_order_of_their_keys(job: Job) -> None:
     job.hear("w1", Kind.KEYS, number=1, records=[record("b"), record("a")])
     assert to(job.hear("w0", Kind.KEYS, number=1, records=[record("a"), record("b")])) == [("w0", "KEYS")]
     job.hear("w0", Kind.INIT, number=1)
@@ -29,8 +35,7 @@ def test_kinds_are_called_by_the_names_that_users_know() -> None:
     assert reasons(job.hear("w3", Kind.JOIN, number=7)) == {"w0": text, "w3": text}
 
 
-def test_the_first_difference_of_records_is_the_one_that_is_named() -> None:
-    job = Job()
+def test_the_first_difference_of_records_is_the_one_that_is_named(job: Job) -> None:
     job.hear("w0", Kind.KEYS, number=1, records=[record("a"), record("b", (1,)), record("c", (1,))])
     actions = job.hear("w1", Kind.KEYS, number=1, records=[record("a"), record("b", (9,)), record("c", (9,))])
     assert reasons(actions)["w1"] == "for key 'b' worker-0 has shape (1,) float32, worker-1 has shape (9,) float32"
@@ -57,16 +62,14 @@ def keys(job: Job, number: int, *records: Any, **more: Any) -> list[role.Action]
 # Stores
 
 
-def test_stores_of_different_staleness_are_an_error_that_names_both() -> None:
-    job = Job()
+def test_stores_of_different_staleness_are_an_error_that_names_both(job: Job) -> None:
     job.hear("w0", Kind.OPEN, number=1, type="dist_async", staleness=2)
     actions = job.hear("w1", Kind.OPEN, number=1, type="dist_async", staleness=None)
     text = "worker-0 creates a 'dist_async' store with staleness=2 where worker-1 creates a 'dist_async' store"
     assert reasons(actions) == {"w0": text, "w1": text}
 
 
-def test_stores_of_equal_staleness_are_one() -> None:
-    job = Job()
+def test_stores_of_equal_staleness_are_one(job: Job) -> None:
     job.hear("w0", Kind.OPEN, number=1, type="dist_async", staleness=0)
     assert to(job.hear("w1", Kind.OPEN, number=1, type="dist_async", staleness=0)) == [("w0", "OPEN"), ("w1", "OPEN")]
 
@@ -82,8 +85,7 @@ def test_stores_of_equal_staleness_are_one() -> None:
         ("codec", "1bit", "2bit", "codec 1bit, worker-1 has shape (2, 3) float32, codec 2bit"),
     ],
 )
-def test_storage_and_codec_of_a_key_are_compared(name: str, mine: str, theirs: str, text: str) -> None:
-    job = Job()
+def test_storage_and_codec_of_a_key_are_compared(job: Job, name: str, mine: str, theirs: str, text: str) -> None:
     job.hear("w0", Kind.KEYS, number=1, records=[{**record("w"), name: mine}])
     actions = job.hear("w1", Kind.KEYS, number=1, records=[{**record("w"), name: theirs}])
     assert text in reasons(actions)["w0"]
@@ -104,8 +106,7 @@ def test_storage_and_codec_of_a_key_are_compared(name: str, mine: str, theirs: s
         [{**record("w"), "stype": []}],
     ],
 )
-def test_malformed_records_of_a_worker_harm_no_other_workers_call(records: Any) -> None:
-    job = Job()
+def test_malformed_records_of_a_worker_harm_no_other_workers_call(job: Job, records: Any) -> None:
     with pytest.raises(ValueError, match=r"expected a (list of records|record with key, shape and dtype), found"):
         job.hear("w1", Kind.KEYS, number=1, records=records)
     assert job.hear("w0", Kind.KEYS, number=1, records=[record("w")]) == []
@@ -116,9 +117,8 @@ def test_malformed_records_of_a_worker_harm_no_other_workers_call(records: Any) 
 # A failed init
 
 
-def test_a_key_whose_values_did_not_reach_the_servers_can_be_initialised_again() -> None:
+def test_a_key_whose_values_did_not_reach_the_servers_can_be_initialised_again(job: Job) -> None:
     """It was "initialised before" for ever."""
-    job = Job()
     keys(job, 1, record("w"))
     job.hear("w0", Kind.INIT, number=1, error="no room")
     assert to(keys(job, 2, record("w"))) == [("w0", "KEYS")]
@@ -137,8 +137,7 @@ def test_the_number_of_a_key_whose_init_failed_is_not_given_again() -> None:
     assert [number for number, _ in told.body["numbers"]] == [2]
 
 
-def test_other_keys_of_the_store_stay_when_an_init_fails() -> None:
-    job = Job()
+def test_other_keys_of_the_store_stay_when_an_init_fails(job: Job) -> None:
     init(job, 1, "a")
     keys(job, 2, record("b"))
     job.hear("w0", Kind.INIT, number=2, error="no room")
@@ -175,8 +174,7 @@ def test_assign_of_another_shape_or_type_is_an_error_that_shows_both(given: Any,
     }
 
 
-def test_an_assign_that_failed_leaves_the_key_as_it_was() -> None:
-    job = Job()
+def test_an_assign_that_failed_leaves_the_key_as_it_was(job: Job) -> None:
     init(job, 1, "a")
     keys(job, 2, record("a"), assign=True)
     assert reasons(job.hear("w0", Kind.INIT, number=2, error="no room")) == {"w1": "no room"}
@@ -184,8 +182,7 @@ def test_an_assign_that_failed_leaves_the_key_as_it_was() -> None:
     assert to(job.hear("w0", Kind.INIT, number=3)) == [("w0", "INIT"), ("w1", "KEYS")]
 
 
-def test_init_in_one_worker_and_assign_in_another_is_an_error_that_names_both() -> None:
-    job = Job()
+def test_init_in_one_worker_and_assign_in_another_is_an_error_that_names_both(job: Job) -> None:
     init(job, 1, "a")
     job.hear("w0", Kind.KEYS, number=2, records=[record("a")], assign=True)
     actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
@@ -195,24 +192,21 @@ def test_init_in_one_worker_and_assign_in_another_is_an_error_that_names_both() 
 # Errors of one worker
 
 
-def test_a_worker_that_cannot_make_its_call_fails_it_for_all() -> None:
-    job = Job()
+def test_a_worker_that_cannot_make_its_call_fails_it_for_all(job: Job) -> None:
     job.hear("w0", Kind.BARRIER, number=1)
     actions = job.hear("w1", Kind.BARRIER, number=1, error="no room on /data")
     text = "worker-1 failed at barrier: no room on /data"
     assert reasons(actions) == {"w0": text, "w1": text}
 
 
-def test_who_comes_after_a_worker_that_could_not_hears_why() -> None:
-    job = Job()
+def test_who_comes_after_a_worker_that_could_not_hears_why(job: Job) -> None:
     job.hear("w0", Kind.LOAD, number=1, folder="/data", error="no manifest")
     actions = job.hear("w1", Kind.LOAD, number=1, folder="/data")
     assert reasons(actions) == {"w1": "worker-0 failed at load_states: no manifest"}
 
 
 @pytest.mark.parametrize("kind", ["init", "assign"])
-def test_a_worker_0_that_ends_before_it_has_sent_the_values_is_not_waited_for(kind: str) -> None:
-    job = Job()
+def test_a_worker_0_that_ends_before_it_has_sent_the_values_is_not_waited_for(job: Job, kind: str) -> None:
     more = {}
     if kind == "assign":
         init(job, 0, "a")
@@ -224,8 +218,7 @@ def test_a_worker_0_that_ends_before_it_has_sent_the_values_is_not_waited_for(ki
     assert "and will never send the values of %s" % kind in reasons(told)["w1"]
 
 
-def test_a_call_that_lacks_something_does_not_count() -> None:
-    job = Job()
+def test_a_call_that_lacks_something_does_not_count(job: Job) -> None:
     job.hear("w0", Kind.KEYS, number=1, records=[record("a")])
     with pytest.raises(KeyError):
         job.hear("w1", Kind.KEYS, number=1)
@@ -235,8 +228,7 @@ def test_a_call_that_lacks_something_does_not_count() -> None:
 # Calls that failed
 
 
-def test_a_worker_that_is_not_there_yet_hears_why_a_call_failed_whatever_it_calls() -> None:
-    job = Job()
+def test_a_worker_that_is_not_there_yet_hears_why_a_call_failed_whatever_it_calls(job: Job) -> None:
     assert reasons(job.hear("w0", Kind.KEYS, number=1, error="KVError: x")) == {
         "w0": "worker-0 failed at init: KVError: x"
     }
@@ -308,8 +300,7 @@ def test_a_call_that_all_have_made_or_that_failed_cannot_be_taken_back() -> None
     assert "worker-0 calls barrier" in reasons(job.hear("w2", Kind.BARRIER, number=2))["w2"]
 
 
-def test_worker_0_that_stops_waiting_for_an_init_fails_it_if_the_others_wait_for_its_values() -> None:
-    job = Job()
+def test_worker_0_that_stops_waiting_for_an_init_fails_it_if_the_others_wait_for_its_values(job: Job) -> None:
     for link in ("w0", "w1"):
         job.hear(link, Kind.KEYS, number=1, records=[record("a")])
     assert not taken(job.hear("w1", Kind.KEYS, number=1, take_back=True), "w1")
@@ -348,8 +339,7 @@ def test_a_worker_that_creates_again_is_given_the_store_in_which_the_others_wait
     ]
 
 
-def test_a_worker_that_creates_again_waits_until_the_others_do_so_or_wait_for_it() -> None:
-    job = Job()
+def test_a_worker_that_creates_again_waits_until_the_others_do_so_or_wait_for_it(job: Job) -> None:
     for rank in range(2):
         opened(job, "w%d" % rank, 1)
     assert told(opened(job, "w0", 2, unused=[1])) == []
@@ -357,8 +347,7 @@ def test_a_worker_that_creates_again_waits_until_the_others_do_so_or_wait_for_it
     assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
 
 
-def test_two_stores_that_all_create_before_they_use_them_are_two() -> None:
-    job = Job()
+def test_two_stores_that_all_create_before_they_use_them_are_two(job: Job) -> None:
     for store, unused in ((1, []), (2, [1])):
         assert told(opened(job, "w0", store, unused)) == []
         assert told(opened(job, "w1", store, unused)) == [("w0", None), ("w1", None)]
@@ -367,16 +356,14 @@ def test_two_stores_that_all_create_before_they_use_them_are_two() -> None:
 @pytest.mark.parametrize(
     ("second", "unused"), [({"staleness": 1}, [1]), ({}, []), ({}, [7])], ids=["another kind", "used", "unknown"]
 )
-def test_a_store_that_is_used_or_of_another_kind_is_not_given_instead(second: Any, unused: list[int]) -> None:
-    job = Job()
+def test_a_store_that_is_used_or_of_another_kind_is_not_given_instead(job: Job, second: Any, unused: list[int]) -> None:
     for rank in range(2):
         opened(job, "w%d" % rank, 1)
     job.hear("w1", Kind.BARRIER, number=2)
     assert told(opened(job, "w0", 2, unused, **second)) == []
 
 
-def test_a_create_whose_unused_stores_are_no_numbers_does_not_count() -> None:
-    job = Job()
+def test_a_create_whose_unused_stores_are_no_numbers_does_not_count(job: Job) -> None:
     with pytest.raises(TypeError):
         opened(job, "w0", 1, unused=[[1]])
     opened(job, "w0", 1)
@@ -453,14 +440,12 @@ def test_a_first_rule_that_fails_leaves_the_store_without_one() -> None:
     assert installed(answer_apart(job, put, "new_state failed", "")) == [None]
 
 
-def test_an_equal_rule_changes_nothing() -> None:
-    job = Job()
+def test_an_equal_rule_changes_nothing(job: Job) -> None:
     job.settle(rule(job, "w0", lr=1.0))
     assert to(rule(job, "w1", lr=1)) == [("w1", "RULE")]
 
 
-def test_a_different_rule_is_an_error_that_shows_the_one_there_is() -> None:
-    job = Job()
+def test_a_different_rule_is_an_error_that_shows_the_one_there_is(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     actions = rule(job, "w1", "adam", lr=0.2)
     assert reasons(actions)["w1"] == (
@@ -470,8 +455,7 @@ def test_a_different_rule_is_an_error_that_shows_the_one_there_is() -> None:
     assert to(actions) == [("w1", "RULE!")]
 
 
-def test_a_rule_is_replaced_on_request() -> None:
-    job = Job()
+def test_a_rule_is_replaced_on_request(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     actions = rule(job, "w1", "adam", True, lr=0.2)
     assert to(actions) == [("s0", "RULE")]
@@ -479,8 +463,7 @@ def test_a_rule_is_replaced_on_request() -> None:
     assert to(rule(job, "w0", "adam", lr=0.2)) == [("w0", "RULE")]
 
 
-def test_two_rules_at_once_are_set_one_after_the_other() -> None:
-    job = Job()
+def test_two_rules_at_once_are_set_one_after_the_other(job: Job) -> None:
     first = rule(job, "w0", lr=0.1)
     assert rule(job, "w1", lr=0.2) == []
     then = job.settle(first)
@@ -488,8 +471,7 @@ def test_two_rules_at_once_are_set_one_after_the_other() -> None:
     assert "the store has the rule sgd with learning_rate=0.1, not 0.2 (worker-0 has set it, " in reasons(then)["w1"]
 
 
-def test_two_equal_rules_at_once_are_one() -> None:
-    job = Job()
+def test_two_equal_rules_at_once_are_one(job: Job) -> None:
     first = rule(job, "w0", lr=0.1)
     assert rule(job, "w1", lr=0.1) == []
     assert to(job.settle(first)) == [("w0", "RULE"), ("w1", "RULE")]
@@ -505,16 +487,14 @@ def test_a_rule_that_all_servers_refuse_is_not_set_and_the_next_gets_its_turn() 
     assert to(job.settle(then)) == [("w0", "RULE!"), ("w1", "RULE")]
 
 
-def test_stores_have_rules_of_their_own() -> None:
-    job = Job()
+def test_stores_have_rules_of_their_own(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     actions = job.hear("w0", Kind.RULE, store=2, spec=spec("adam"))
     assert to(actions) == [("s0", "RULE")]
     assert sends(actions)[0][1].store == 2
 
 
-def test_parameters_are_changed_on_all_servers_and_the_others_stay_as_they_are() -> None:
-    job = Job()
+def test_parameters_are_changed_on_all_servers_and_the_others_stay_as_they_are(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1, momentum=0.9))
     tried = change(job, "w1", params={"learning_rate": 0.01})
     assert sends(tried)[0][1].body == {"spec": spec(lr=0.01, momentum=0.9), "check": True}
@@ -522,16 +502,14 @@ def test_parameters_are_changed_on_all_servers_and_the_others_stay_as_they_are()
     assert to(rule(job, "w0", lr=0.01, momentum=0.9)) == [("w0", "RULE")], "it is the store's rule now"
 
 
-def test_a_change_that_two_workers_make_is_made_once() -> None:
-    job = Job()
+def test_a_change_that_two_workers_make_is_made_once(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     first = change(job, "w0", params={"lr": 0.01})
     assert change(job, "w1", params={"lr": 0.01}) == []
     assert to(job.settle(first)) == [("w0", "RULE"), ("w1", "RULE")]
 
 
-def test_a_change_that_is_no_right_value_changes_nothing() -> None:
-    job = Job()
+def test_a_change_that_is_no_right_value_changes_nothing(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     assert "learning_rate" in reasons(change(job, "w0", params={"lr": -1}))["w0"]
     assert to(rule(job, "w1", lr=0.1)) == [("w1", "RULE")]
@@ -541,8 +519,7 @@ def test_a_change_of_a_store_without_a_rule_is_an_error_that_says_what_to_call()
     assert "call kv.set_optimizer first" in reasons(change(Job(), "w0", params={"lr": 1}))["w0"]
 
 
-def test_multipliers_are_changed_key_by_key_and_an_equal_rule_leaves_them() -> None:
-    job = Job()
+def test_multipliers_are_changed_key_by_key_and_an_equal_rule_leaves_them(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     job.settle(change(job, "w0", lr_mult=[["w", 2.0], [3, 0.5]]))
     tried = change(job, "w1", lr_mult=[["w", 4.0]], wd_mult=[["3", 0.0]])
@@ -553,8 +530,7 @@ def test_multipliers_are_changed_key_by_key_and_an_equal_rule_leaves_them() -> N
     assert to(rule(job, "w1", lr=0.1)) == [("w1", "RULE")]
 
 
-def test_the_rule_can_be_taken_away_and_makes_room_for_another() -> None:
-    job = Job()
+def test_the_rule_can_be_taken_away_and_makes_room_for_another(job: Job) -> None:
     job.settle(rule(job, "w0", lr=0.1))
     away = job.hear("w0", Kind.RULE, spec=None)
     put = job.answer(away)
@@ -564,8 +540,7 @@ def test_the_rule_can_be_taken_away_and_makes_room_for_another() -> None:
     assert to(job.settle(rule(job, "w1", "adam"))) == [("w1", "RULE")]
 
 
-def test_a_malformed_wish_is_refused_to_its_sender_and_leaves_the_next_its_turn() -> None:
-    job = Job()
+def test_a_malformed_wish_is_refused_to_its_sender_and_leaves_the_next_its_turn(job: Job) -> None:
     first = rule(job, "w0")
     job.hear("w1", Kind.RULE, change=7)
     job.hear("w1", Kind.RULE, spec=["no rule"])

@@ -8,23 +8,21 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import TOKEN, config, loop_of, server_loop
-from history_server import Piece, data, node, pieces_of, with_pieces
+from cluster import TOKEN, config, loop_of
+from history_server import SCHEDULER, History, Piece, data, node, pieces_of, said, values, with_pieces
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Opener
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import Arrived, Down, Up
-from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
+from distrun_runtime.transport.inproc import InprocNetwork
 
 LIMIT_S = 60.0
 MESSAGES = 1500
@@ -164,7 +162,6 @@ class Member:
         assert isinstance(self.event(), Up)
         self.transport.send("node", message.encode(opener.hello()))
         proof = opener.answer(self.hear())
-        assert isinstance(proof, Message)
         self.transport.send("node", message.encode(proof))
         assert self.hear().kind is Kind.WELCOME
 
@@ -196,13 +193,14 @@ class Member:
 
 
 class Node:
-    """A scheduler or server with its loop in a thread."""
+    """A scheduler with its loop in a thread."""
 
-    def __init__(self, make: Callable[[InprocNetwork, InprocTransport, str], Loop]) -> None:
+    def __init__(self) -> None:
         self.network = InprocNetwork()
         transport = self.network.transport()
         self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
-        self.loop = make(self.network, transport, self.endpoint)
+        decides = Scheduler(config("scheduler", workers=2, servers=1), self.endpoint)
+        self.loop = loop_of(decides, transport, out=io.StringIO())
         self.finish: role.Finish | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -214,87 +212,37 @@ class Node:
         self.loop.tell(15)
         self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
-        assert self.finish is not None
         assert self.finish.code == 0, self.finish
 
 
 @pytest.fixture
 def scheduler() -> Iterator[Node]:
-    own = config("scheduler", workers=2, servers=1)
-    made = Node(lambda network, transport, endpoint: loop_of(Scheduler(own, endpoint), transport, out=io.StringIO()))
+    made = Node()
     made.thread.start()
     yield made
     made.end()
 
 
-class Root:
-    """The scheduler of a server that is tested: another node, driven by hand."""
-
-    def __init__(self, network: InprocNetwork) -> None:
-        self.transport = network.transport()
-        self.port = self.transport.bind("127.0.0.1")
-        self.link = ""
-
-    def welcome(self) -> None:
-        from distrun_runtime.protocol.handshake import Acceptor
-
-        acceptor = Acceptor(config("scheduler").identity(""), TOKEN, "bb")
-        deadline = time.monotonic() + LIMIT_S
-        while not self.link:
-            assert time.monotonic() < deadline
-            for event in self.transport.poll(0.5):
-                assert isinstance(event, Arrived)
-                came = message.decode(event.frames)
-                answer = (
-                    acceptor.challenge(came) if came.kind is Kind.HELLO else acceptor.verdict(came, lambda peer: "")
-                )
-                self.transport.send(event.link, message.encode(answer))
-                self.link = event.link if came.kind is Kind.PROOF else ""
-
-    def send(self, frames: list[message.Buffer]) -> None:
-        self.transport.send(self.link, frames)
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
-def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, tmp_path: Path) -> None:
+def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, serving: Callable[..., History]) -> None:
     chance = random.Random(seed)
-    roots: list[Root] = []
-
-    def make(network: InprocNetwork, transport: InprocTransport, endpoint: str) -> Loop:
-        roots.append(Root(network))
-        own = config("server", rank=0, workers=2, servers=1, root_port=roots[0].port)
-        return server_loop(own, transport, endpoint, out=io.StringIO())
-
-    server = Node(make)
-    server.thread.start()
-    [root] = roots
-    root.welcome()
-    nodes = [asdict(node("server", 0)), *(asdict(node("worker", rank)) for rank in range(2))]
-    root.send(message.encode(Message(Kind.ROSTER, body={"nodes": nodes, "rank": 0})))
-    good, bad = (Member(server.network, server.endpoint, "worker", rank) for rank in range(2))
-    pieces = [Piece(0, payload=VALUE), Piece(1, payload=VALUE), Piece(2, 0, 12, payload=WIDE)]
-    body = {"type": type_name, "names": [[0, "a"], [1, "b"], [2, "e"]], "shapes": {"2": [6, 2]}, "rows": {"2": 2}}
-    init = data(Kind.INIT, pieces, store=1, request=1, body=body)
-    assert not good.answer_to(init).is_error
+    server = serving(type_name, has_keys=False)
+    keys, facts = {"a": [1, 1], "b": [1, 1], "c": [1] * 12}, {"shapes": {"2": [6, 2]}, "rows": {"2": 2}}
+    assert said(server.init(keys, **facts)) == ["w0 INIT"]
     for number in range(MESSAGES):
-        if chance.random() < 0.1:
-            root.send(damaged(chance.choice(FROM_SCHEDULER), chance, number))
-        else:
-            bad.transport.send("node", damaged(chance.choice(TO_SERVER), chance, 1000 + number))
+        link, messages = (SCHEDULER, FROM_SCHEDULER) if chance.random() < 0.1 else ("w1", TO_SERVER)
+        sent = server.hear_frames(link, damaged(chance.choice(messages), chance, 1000 + number))
+        if any(each.kind is Kind.REFUSED for each in sent):
+            assert server.enter("w1", node("worker", 1)) == ""
         if number % 50 == 0:
-            assert good.answer_to(Message(Kind.STATS, store=0, request=10 + number)).kind is Kind.STATS
-            if not bad.throw_away():
-                bad.enter()
-            root.transport.poll(0)
+            assert server.stats(store=0)["server"] == "server-0"
     # Started anew it serves as ever, after all of this.
-    root.send(message.encode(Message(Kind.STOP, request=1, body={"stay": True})))
-    assert not good.answer_to(replace(init, request=7)).is_error
-    [pulled] = pieces_of(good.answer_to(data(Kind.PULL, [Piece(0)], store=1, request=8)))
-    assert pulled.payload is not None
-    assert bytes(pulled.payload) == VALUE
-    server.end()
+    server.scheduler(Kind.STOP, 1, stay=True)
+    assert said(server.init(keys, **facts)) == ["w0 INIT"]
+    assert values(server.pull(0, 0)) == {"a": [1, 1]}
+    assert server.finish is None
 
 
 @pytest.mark.parametrize("seed", range(6))

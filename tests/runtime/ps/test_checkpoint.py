@@ -91,13 +91,6 @@ def test_workers_that_save_to_different_folders_are_an_error_that_names_both() -
     assert reasons(actions)["w1"] == "worker-0 calls save_states('/a') where worker-1 gives '/b'"
 
 
-def test_without_worker_0_nothing_is_saved() -> None:
-    job = opened(Job())
-    job.settle(job.hear("w0", Kind.LEFT))
-    actions = job.hear("w1", Kind.SAVE, number=2, folder="/a", part="x")
-    assert reasons(actions) == {"w1": "worker-0, who writes the manifest, has left the store"}
-
-
 def test_servers_read_first_and_take_over_only_when_all_could() -> None:
     manifest = saved(opened(Job(2, 3), "dist_sync", "w"), (0, 4))
     job = opened(Job(2, 2), "dist_sync", "w")

@@ -209,14 +209,6 @@ def test_faults_of_another_form_are_an_error_with_the_form() -> None:
 # Users' modules
 
 
-def test_modules_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "imported_rules.py").write_text("VALUE = 7\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "imported_rules", raising=False)
-    import_all(("imported_rules",), "d1")
-    assert sys.modules["imported_rules"].VALUE == 7
-
-
 def test_a_module_that_is_not_there_is_an_error_that_says_where_to_put_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,7 @@ def test_what_stands_behind_such_a_message_is_asked_for_again_too_and_all_count_
     assert values(server.pull(0, 3)) == {"a": [10.5, 10.5]}
 
 
-def test_other_workers_and_other_stores_go_on_meanwhile(serving: Serving) -> None:
-    server = serving()
+def test_other_workers_and_other_stores_go_on_meanwhile(server: History) -> None:
     server.hear(
         "w0", data(Kind.INIT, [Piece(0, payload=raw(np.full(2, 5, np.float32)))], store=2, body={"type": "dist_sync"})
     )
@@ -149,8 +148,7 @@ def test_a_bucket_whose_entries_do_not_fit_is_refused_in_every_round(serving: Se
         assert server.rounds() == {"a": 0, "b": 0}
 
 
-def test_a_message_of_a_good_bucket_is_looked_at_as_any_other(serving: Serving) -> None:
-    server = serving()
+def test_a_message_of_a_good_bucket_is_looked_at_as_any_other(server: History) -> None:
     first = registering(Piece(0, round=1, payload=elements(1, 2)), Piece(1, round=1, payload=elements(3, 4)))
     server.hear("w0", first)
     assert "the message brings others" in reason(server.hear("w0", later(Kind.PUSH, 1, elements(1, 2, 3))))

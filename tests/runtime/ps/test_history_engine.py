@@ -68,12 +68,10 @@ def test_the_end_of_a_connection_counts_behind_what_came_on_it(busy: Serving) ->
 
 def test_a_pull_of_a_round_is_lent_it_before_the_next_one_is_applied(busy: Serving) -> None:
     server = busy()
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1]})
+    server.push_all(1, {"a": [1, 1]})
     assert Gate.entered.wait(60)
     assert server.pull(0, 1) == []
-    for rank in (0, 1):
-        server.push(rank, 2, {"a": [5, 5]})
+    server.push_all(2, {"a": [5, 5]})
     server.transport.waits_for_engine = True
     Gate.leave.set()
     sent = server.step()
@@ -83,8 +81,7 @@ def test_a_pull_of_a_round_is_lent_it_before_the_next_one_is_applied(busy: Servi
 
 def test_a_pull_that_waits_for_the_engine_says_so(busy: Serving) -> None:
     server = busy()
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1]})
+    server.push_all(1, {"a": [1, 1]})
     server.pull(0, 1)
     [waiting] = server.tick(3.0)
     assert waiting.body["text"] == "waiting for the update on server-0, key a, round 1"
@@ -111,7 +108,6 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_its_engine(
     server = busy("dist_async")
     server.push(0, 1, {"a": [1, 1]})
     server.scheduler(Kind.STOP)
-    assert server.finish is not None
     assert server.finish.code == 0
 
 

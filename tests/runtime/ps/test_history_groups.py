@@ -25,6 +25,13 @@ STORE = 65535
 DIFFER = "group 'g' has the members %s for worker-0 and %s for %s; fix: all of its workers give the same list"
 """The first store of a group has this number."""
 
+
+@pytest.fixture
+def job() -> Job:
+    """A scheduler to whom four workers and a server have come."""
+    return Job(4)
+
+
 # The scheduler
 
 
@@ -70,8 +77,7 @@ def test_a_job_that_has_used_up_the_numbers_of_stores_says_so(monkeypatch: pytes
     assert opened(job, 0, 1, name="h") == agreement.GROUP_STORES
 
 
-def test_stores_are_numbered_by_group_and_every_one_has_a_number_of_its_own_in_messages() -> None:
-    job = Job(4)
+def test_stores_are_numbered_by_group_and_every_one_has_a_number_of_its_own_in_messages(job: Job) -> None:
     numbers = [
         opened(job, 0, 2),
         opened(job, 1, 3, name="h"),
@@ -81,8 +87,7 @@ def test_stores_are_numbered_by_group_and_every_one_has_a_number_of_its_own_in_m
     assert numbers == [STORE, STORE - 1, STORE - 2, STORE - 3]
 
 
-def test_members_that_differ_are_an_error_with_both_lists_also_for_whom_only_one_of_them_names() -> None:
-    job = Job(4)
+def test_members_that_differ_are_an_error_with_both_lists_also_for_whom_only_one_of_them_names(job: Job) -> None:
     create(job, 0, [0, 2])
     actions = create(job, 2, [1, 2])
     text = DIFFER % ("[0, 2]", "[1, 2]", "worker-2")
@@ -93,8 +98,7 @@ def test_members_that_differ_are_an_error_with_both_lists_also_for_whom_only_one
     assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
 
 
-def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender() -> None:
-    job = Job(4)
+def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender(job: Job) -> None:
     opened(job, 0, 2)
     create(job, 0, [0, 2], number=2)
     text = DIFFER % ("[0, 2]", "[1, 3]", "worker-1")
@@ -103,8 +107,7 @@ def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender(
     assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
 
 
-def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members() -> None:
-    job = Job(4)
+def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members(job: Job) -> None:
     create(job, 0, [0, 1])
     actions = create(job, 1, [0, 1])
     text = DIFFER % ("[0, 1]", "[2, 3]", "worker-2")
@@ -115,8 +118,7 @@ def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members() -> N
     assert to(job.hear("w0", Kind.BARRIER, store=STORE, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
 
 
-def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group() -> None:
-    job = Job(4)
+def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group(job: Job) -> None:
     create(job, 0, [0, 2])
     actions = create(job, 2, [0, 2], type="dist_async", staleness=3)
     text = (
@@ -127,31 +129,29 @@ def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group() -> N
 
 
 @pytest.mark.parametrize("members", [[2, 0], [0, 0], [1, 2], [0, 4], [-1, 0], []])
-def test_members_that_no_worker_of_ours_would_name_are_refused_and_count_as_no_call(members: list[int]) -> None:
-    job = Job(4)
+def test_members_that_no_worker_of_ours_would_name_are_refused_and_count_as_no_call(
+    job: Job, members: list[int]
+) -> None:
     text = "members are ranks of this job in ascending order, the sender among them"
     assert (text if 0 in members else "does not share this store") in reasons(create(job, 0, members))["w0"]
     assert opened(job, 0, 2) == STORE
 
 
-def test_a_create_that_was_taken_back_may_be_made_again_with_other_members() -> None:
-    job = Job(4)
+def test_a_create_that_was_taken_back_may_be_made_again_with_other_members(job: Job) -> None:
     create(job, 0, [0, 2])
     actions = job.hear("w0", Kind.OPEN, store=1, number=1, group="g", take_back=True)
     assert [dict(sent.body).get("is_taken") for _, sent in sends(actions)] == [None, True]
     assert opened(job, 0, 1) == STORE - 1
 
 
-def test_a_worker_that_creates_a_store_of_a_group_again_uses_the_one_in_which_the_others_wait() -> None:
-    job = Job(4)
+def test_a_worker_that_creates_a_store_of_a_group_again_uses_the_one_in_which_the_others_wait(job: Job) -> None:
     number = opened(job, 0, 2)
     job.hear("w0", Kind.BARRIER, store=number, number=2)
     actions = create(job, 2, [0, 2], number=2, unused=[number])
     assert [(link, dict(sent.body)) for link, sent in sends(actions)] == [("w2", {"instead": number})]
 
 
-def test_collective_calls_are_those_of_the_members_and_the_first_of_them_brings_the_values() -> None:
-    job = Job(4)
+def test_collective_calls_are_those_of_the_members_and_the_first_of_them_brings_the_values(job: Job) -> None:
     number = opened(job, 1, 3)
     job.hear("w3", Kind.KEYS, store=number, number=2, records=[record("w")])
     actions = job.hear("w1", Kind.KEYS, store=number, number=2, records=[record("w")])
@@ -169,8 +169,7 @@ def test_collective_calls_are_those_of_the_members_and_the_first_of_them_brings_
     assert ("w1", "JOIN") in to(job.settle(job.hear("w3", Kind.JOIN, store=number, number=4)))
 
 
-def test_the_first_member_has_duties_which_others_cannot_do_when_it_has_left() -> None:
-    job = Job(4)
+def test_the_first_member_has_duties_which_others_cannot_do_when_it_has_left(job: Job) -> None:
     number = opened(job, 1, 2, 3)
     job.settle(job.hear("w1", Kind.LEFT, store=number))
     job.hear("w2", Kind.SAVE, store=number, number=2, folder="/f")
@@ -178,27 +177,7 @@ def test_the_first_member_has_duties_which_others_cannot_do_when_it_has_left() -
     assert told == dict.fromkeys(["w2", "w3"], "worker-1, who writes the manifest, has left the store")
 
 
-def test_a_first_member_that_stops_sending_values_is_named() -> None:
-    job = Job(4)
-    number = opened(job, 1, 3)
-    for rank in (1, 3):
-        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
-    told = reasons(job.hear("w1", Kind.KEYS, store=number, number=2, take_back=True))
-    assert told == {"w3": "worker-1 has stopped waiting for init and does not send the values"}
-
-
-def test_a_first_member_that_ends_before_it_has_sent_the_values_is_named() -> None:
-    job = Job(4)
-    number = opened(job, 1, 3)
-    for rank in (1, 3):
-        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
-    job.hear("w0", Kind.BYE)
-    told = reasons(job.hear("w1", Kind.BYE))
-    assert told == {"w3": "worker-1@d1 (pid 1) has ended (BYE) and will never send the values of init"}
-
-
-def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
-    job = Job(4)
+def test_who_does_not_share_a_store_is_told_so_whatever_it_asks(job: Job) -> None:
     number = opened(job, 0, 2)
     text = (
         "worker-1 does not share this store of group 'g'; its members are worker-0, worker-2; fix: let only these call"
@@ -208,8 +187,7 @@ def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
         assert reasons(job.hear("w1", kind, store=number, number=2, spec=spec())) == {"w1": text}
 
 
-def test_a_worker_that_ends_is_missed_in_its_own_groups_only() -> None:
-    job = Job(4)
+def test_a_worker_that_ends_is_missed_in_its_own_groups_only(job: Job) -> None:
     mine, other = opened(job, 0, 1), opened(job, 2, 3, name="h")
     job.hear("w0", Kind.BARRIER, store=mine, number=2)
     job.hear("w2", Kind.BARRIER, store=other, number=2)
@@ -220,8 +198,7 @@ def test_a_worker_that_ends_is_missed_in_its_own_groups_only() -> None:
     assert reasons(create(job, 0, [0, 1], number=2)) == {"w0": text.replace("barrier", "create(group='g')")}
 
 
-def test_a_store_is_forgotten_when_its_members_have_closed_it_and_its_group_goes_on() -> None:
-    job = Job(4)
+def test_a_store_is_forgotten_when_its_members_have_closed_it_and_its_group_goes_on(job: Job) -> None:
     number = opened(job, 0, 2)
     job.hear("w0", Kind.CLOSE, store=number)
     actions = job.hear("w2", Kind.CLOSE, store=number)
@@ -230,8 +207,7 @@ def test_a_store_is_forgotten_when_its_members_have_closed_it_and_its_group_goes
     assert "has the members [0, 2]" in reasons(create(job, 0, [0, 3], number=3))["w0"]
 
 
-def test_a_lost_worker_ends_the_calls_of_its_own_groups_and_of_all_workers() -> None:
-    job = Job(4)
+def test_a_lost_worker_ends_the_calls_of_its_own_groups_and_of_all_workers(job: Job) -> None:
     mine, other = opened(job, 0, 1), opened(job, 2, 3, name="h")
     init(job, 2, "w")
     actions = job.scheduler.handle(role.Broken("w1", "its connection closed"), 1)
@@ -248,8 +224,7 @@ def test_a_lost_worker_ends_the_calls_of_its_own_groups_and_of_all_workers() -> 
     assert finish(job.hear("w3", Kind.BYE)) == role.Finish(1, text)
 
 
-def test_the_loss_that_a_group_is_told_of_is_that_of_its_own_member() -> None:
-    job = Job(4)
+def test_the_loss_that_a_group_is_told_of_is_that_of_its_own_member(job: Job) -> None:
     number = opened(job, 2, 3)
     job.scheduler.handle(role.Broken("w0", "first"), 1)
     job.scheduler.handle(role.Broken("w3", "second"), 1)
@@ -284,8 +259,7 @@ def test_a_server_that_is_lost_after_many_workers_is_told_to_all_who_are_left() 
         {"store": STORE},
     ],
 )
-def test_an_open_that_cannot_be_is_refused_and_gives_away_no_number(body: dict[str, Any]) -> None:
-    job = Job(4)
+def test_an_open_that_cannot_be_is_refused_and_gives_away_no_number(job: Job, body: dict[str, Any]) -> None:
     assert list(reasons(job.hear("w0", Kind.OPEN, number=1, type="dist_sync", **body))) == ["w0"]
     assert job.scheduler._calls._stores == {}
     assert opened(job, 0, 2) == STORE
@@ -293,8 +267,7 @@ def test_an_open_that_cannot_be_is_refused_and_gives_away_no_number(body: dict[s
 
 @pytest.mark.parametrize("body", [{"group": ""}, {"group": "g"}, {"store": STORE}, {"store": 7}])
 @pytest.mark.parametrize("kind", [Kind.BARRIER, Kind.KEYS, Kind.CLOSE, Kind.JOIN, Kind.RULE])
-def test_what_is_about_no_store_is_refused_and_makes_none(kind: Kind, body: dict[str, Any]) -> None:
-    job = Job(4)
+def test_what_is_about_no_store_is_refused_and_makes_none(job: Job, kind: Kind, body: dict[str, Any]) -> None:
     message = Message(kind, store=body.get("store", 1), body={"number": 1, **body})
     actions = job.scheduler.handle(role.MessageReceived("w1", message), 0)
     assert reasons(actions) == {"w1": f"{kind.name} is about no store of this job"}
@@ -302,8 +275,7 @@ def test_what_is_about_no_store_is_refused_and_makes_none(kind: Kind, body: dict
     assert job.tick(100) == []
 
 
-def test_of_a_store_that_was_not_made_nothing_stays_when_all_have_heard_of_it_or_ended() -> None:
-    job = Job(4)
+def test_of_a_store_that_was_not_made_nothing_stays_when_all_have_heard_of_it_or_ended(job: Job) -> None:
     create(job, 0, [0, 1])
     assert list(reasons(job.hear("w1", Kind.BYE))) == ["w0"]
     assert job.scheduler._calls._stores == {}
@@ -315,9 +287,8 @@ def test_of_a_store_that_was_not_made_nothing_stays_when_all_have_heard_of_it_or
     assert job.tick(100) == []
 
 
-def test_of_a_store_that_a_worker_did_not_create_after_all_nothing_stays() -> None:
+def test_of_a_store_that_a_worker_did_not_create_after_all_nothing_stays(job: Job) -> None:
     """It is told to use the one before, in which another waits."""
-    job = Job(4)
     number = opened(job, 0, 2)
     assert create(job, 2, [0, 2], number=2, unused=[number]) == []
     actions = job.hear("w0", Kind.BARRIER, store=number, number=2)
@@ -336,8 +307,7 @@ def test_members_that_a_server_refuses_have_no_store_and_may_create_the_next_one
     assert opened(job, 0, 2, number=2) == STORE - 1
 
 
-def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
-    job = Job(4)
+def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it(job: Job) -> None:
     number, other = opened(job, 0, 1, 2), opened(job, 2, 3, name="h")
     create(job, 0, [0, 1], name="never")
     job.hear("w0", Kind.BARRIER, store=number, number=2)
@@ -353,16 +323,7 @@ def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
     assert list(job.scheduler._calls._free) == [(number, 1)], "what it was sent may come late, and names epoch 0"
 
 
-def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_forgotten() -> None:
-    job = Job(4)
-    create(job, 0, [0, 1])
-    actions = create(job, 1, [0, 1])
-    job.scheduler.handle(role.Broken("w1", "gone"), 1)
-    assert to(job.answer(actions)) == [("s0", "CLOSE")]
-
-
-def test_who_is_left_of_such_a_store_creates_the_first_of_its_group_with_others_at_once() -> None:
-    job = Job(4)
+def test_who_is_left_of_such_a_store_creates_the_first_of_its_group_with_others_at_once(job: Job) -> None:
     create(job, 0, [0, 1])
     actions = create(job, 1, [0, 1])
     job.scheduler.handle(role.Broken("w1", "gone"), 1)
@@ -430,8 +391,9 @@ def test_a_rule_that_a_lost_worker_asked_for_is_not_that_of_the_next_store_of_th
     assert job.scheduler._rules.spec(1) is None
 
 
-def test_states_that_were_being_loaded_for_a_lost_worker_are_not_put_into_the_next_store_of_the_number() -> None:
-    job = Job(4)
+def test_states_that_were_being_loaded_for_a_lost_worker_are_not_put_into_the_next_store_of_the_number(
+    job: Job,
+) -> None:
     number = opened(job, 0, 1)
     manifest = {"format": statefile.FORMAT, "type": "dist_sync", "data": "data-1", "keys": [], "rule": None}
     manifest |= {"workers": 2, "servers": 1, "rounds": [], "files": {}}
@@ -442,8 +404,7 @@ def test_states_that_were_being_loaded_for_a_lost_worker_are_not_put_into_the_ne
     assert job.answer(staged) == []
 
 
-def test_a_rule_that_waits_for_its_turn_is_given_up_with_its_store() -> None:
-    job = Job(4)
+def test_a_rule_that_waits_for_its_turn_is_given_up_with_its_store(job: Job) -> None:
     number = opened(job, 0, 1)
     actions = job.hear("w2", Kind.RULE, store=1, number=1, spec=spec())
     assert to(actions) == [("s0", "RULE")]
@@ -465,8 +426,7 @@ def test_of_many_losses_the_later_ones_are_told_to_those_who_share_a_group_with_
     assert told[30] == [("s0", "LOST"), ("w38", "LOST"), ("w39", "LOST")]
 
 
-def test_saved_states_of_a_group_name_its_size_and_files_by_the_ranks_in_it() -> None:
-    job = Job(4)
+def test_saved_states_of_a_group_name_its_size_and_files_by_the_ranks_in_it(job: Job) -> None:
     number = opened(job, 1, 3)
     body = {"store": number, "number": 2, "folder": "/f"}
     job.hear("w3", Kind.SAVE, residuals=True, **body)
@@ -476,8 +436,7 @@ def test_saved_states_of_a_group_name_its_size_and_files_by_the_ranks_in_it() ->
     assert (manifest["workers"], sorted(manifest["files"])) == (2, ["server-0.npz", "worker-1.npz"])
 
 
-def test_two_groups_do_not_save_into_one_folder_at_once() -> None:
-    job = Job(4)
+def test_two_groups_do_not_save_into_one_folder_at_once(job: Job) -> None:
     stores = {"w0": opened(job, 0), "w1": opened(job, 1, name="h")}
 
     def call(link: str, kind: Kind, number: int, **body: Any) -> list[role.Action]:
@@ -541,13 +500,6 @@ def shared(serving: Serving) -> History:
     assert said(server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)) == ["scheduler OPEN"]
     assert said(server.init({"a": [0, 0], "b": [0, 0]})) == ["w0 INIT"]
     return server
-
-
-def test_a_round_is_over_when_the_members_have_pushed_it(shared: History) -> None:
-    shared.push(0, 1, {"a": [1, 2]})
-    assert shared.pull(0, 1) == []
-    assert said(shared.push(2, 1, {"a": [10, 20]})) == ["w0 PULL", "w2 PUSH"]
-    assert values(shared.pull(2, 1)) == {"a": [11, 22]}
 
 
 def test_whom_a_pull_waits_for_is_a_member_by_its_name_in_the_job(shared: History) -> None:

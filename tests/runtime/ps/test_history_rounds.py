@@ -20,16 +20,14 @@ Serving = Callable[..., History]
 # Rounds
 
 
-def test_a_push_is_acknowledged_at_once_and_its_round_is_over_when_every_worker_contributed(serving: Serving) -> None:
-    server = serving()
+def test_a_push_is_acknowledged_at_once_and_its_round_is_over_when_every_worker_contributed(server: History) -> None:
     assert said(server.push(0, 1, {"a": [1, 2]})) == ["w0 PUSH"]
     assert values(server.pull(1, 0)) == {"a": [0, 0]}
     assert said(server.push(1, 1, {"a": [10, 20]})) == ["w1 PUSH"]
     assert values(server.pull(1, 1)) == {"a": [11, 22]}
 
 
-def test_keys_have_rounds_of_their_own(serving: Serving) -> None:
-    server = serving()
+def test_keys_have_rounds_of_their_own(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     server.push(1, 1, {"b": [2, 2]})
     assert server.rounds() == {"a": 0, "b": 0}
@@ -38,18 +36,8 @@ def test_keys_have_rounds_of_their_own(serving: Serving) -> None:
     assert values(server.pull(0, 1, "b")) == {"b": [5, 5]}
 
 
-def test_rounds_that_are_ahead_are_summed_apart(serving: Serving) -> None:
-    server = serving()
-    for number in (1, 2, 3):
-        server.push(0, number, {"a": [number, 0]})
-    for number in (1, 2, 3):
-        server.push(1, number, {"a": [10 * number, 1]})
-        assert values(server.pull(1, number)) == {"a": [11 * number, 1]}
-
-
-def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_come(serving: Serving) -> None:
+def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_come(server: History) -> None:
     """Worker 0 pushes both keys in one message, worker 1 each alone, the second one first."""
-    server = serving()
     for number in (1, 2):
         server.push(0, number, {"a": [number, 0], "b": [0, number]})
     server.push(1, 1, {"b": [0, 10]})
@@ -61,11 +49,9 @@ def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_com
 
 
 @pytest.mark.parametrize("begin", [{"c": [5, 0]}, {"a": [1, 0], "c": [5, 0]}], ids=["", "some are repeats"])
-def test_the_keys_of_one_message_may_be_at_different_rounds(serving: Serving, begin: dict[str, Any]) -> None:
-    server = serving()
+def test_the_keys_of_one_message_may_be_at_different_rounds(server: History, begin: dict[str, Any]) -> None:
     server.init({"c": [0, 0]})
-    for rank in (0, 1):
-        server.push(rank, 1, begin)
+    server.push_all(1, begin)
     for rank in (0, 1):
         payloads = [raw(np.array([key, rank], np.float32)) for key in (10, 20, 30)]
         pieces = [Piece(key, round=1 + key // 2, payload=payload) for key, payload in enumerate(payloads)]
@@ -75,9 +61,8 @@ def test_the_keys_of_one_message_may_be_at_different_rounds(serving: Serving, be
     assert values(server.pull(0, 2, "c")) == {"c": [60, 1]}
 
 
-def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_again_meanwhile(serving: Serving) -> None:
+def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_again_meanwhile(server: History) -> None:
     """Key b goes on while the pull waits for key a."""
-    server = serving()
     for number in (1, 3, 5):
         server.push(0, number, {"a": [number, 0], "b": [number, 0]})
         assert server.pull(0, number, "a", "b") == []
@@ -91,9 +76,8 @@ def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_aga
 
 
 def test_a_pull_gets_its_round_though_its_worker_has_gone_on_while_the_others_were_rounds_behind(
-    serving: Serving,
+    server: History,
 ) -> None:
-    server = serving()
     for number in (1, 2):
         server.push(0, number, {"a": [number, 0], "b": [number, 0]})
     assert server.pull(0, 2, "a", "b") == []
@@ -107,9 +91,8 @@ def test_a_pull_gets_its_round_though_its_worker_has_gone_on_while_the_others_we
 
 @pytest.mark.parametrize(("pulled", "pushed"), [("abcde", "cdefghijkl"), ("abcdefgh", "fghi"), ("abc", "cd")])
 def test_of_many_pulls_that_wait_those_are_answered_whose_keys_have_their_round(
-    serving: Serving, pulled: str, pushed: str
+    server: History, pulled: str, pushed: str
 ) -> None:
-    server = serving()
     server.init({key: [0, 0] for key in "cdefghijkl"})
     server.push(0, 1, {key: [1, 1] for key in "abcdefghijkl"})
     for name in pulled:
@@ -121,8 +104,7 @@ def test_of_many_pulls_that_wait_those_are_answered_whose_keys_have_their_round(
     assert len(answers) + len([each for each in rest if each.link == "w0"]) == len(pulled)
 
 
-def test_a_repeat_is_acknowledged_and_counted_once(serving: Serving) -> None:
-    server = serving()
+def test_a_repeat_is_acknowledged_and_counted_once(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     assert said(server.push(0, 1, {"a": [100, 100]})) == ["w0 PUSH"]
     server.push(1, 1, {"a": [2, 2]})
@@ -134,9 +116,8 @@ def test_a_repeat_is_acknowledged_and_counted_once(serving: Serving) -> None:
     assert values(server.pull(0, 2)) == {"a": [11, 11]}
 
 
-def test_a_late_repeat_opens_no_round(serving: Serving, tmp_path: Path) -> None:
+def test_a_late_repeat_opens_no_round(server: History, tmp_path: Path) -> None:
     """States are saved only while no round is open."""
-    server = serving()
     for rank in (0, 1, 0):
         server.push(rank, 1, {"a": [1, 1]})
     assert said(server.scheduler(Kind.SAVE, 7, folder=str(tmp_path), part="data-1", names=[[0, "a"]])) == [
@@ -144,8 +125,7 @@ def test_a_late_repeat_opens_no_round(serving: Serving, tmp_path: Path) -> None:
     ]
 
 
-def test_a_repeat_of_some_keys_of_a_push_is_counted_for_the_others_only(serving: Serving) -> None:
-    server = serving()
+def test_a_repeat_of_some_keys_of_a_push_is_counted_for_the_others_only(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     server.push(0, 1, {"a": [100, 100], "b": [2, 2]})
     server.push(1, 1, {"b": [20, 20], "a": [10, 10]})
@@ -155,12 +135,7 @@ def test_a_repeat_of_some_keys_of_a_push_is_counted_for_the_others_only(serving:
 # Pulls
 
 
-def test_a_pull_before_any_push_is_answered_at_once(serving: Serving) -> None:
-    assert values(serving().pull(0, 0)) == {"a": [0, 0]}
-
-
-def test_a_pull_of_the_own_round_is_answered_when_the_round_is_over_and_the_push_after_it(serving: Serving) -> None:
-    server = serving()
+def test_a_pull_of_the_own_round_is_answered_when_the_round_is_over_and_the_push_after_it(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     assert server.pull(0, 1) == []
     request = server.last_request
@@ -186,40 +161,7 @@ def test_a_pull_gets_its_own_round_though_the_next_is_complete_too(serving: Serv
     assert values(server.pull(0, 2)) == {"a": [10, 2]}
 
 
-def test_a_pull_of_an_earlier_round_than_the_present_is_answered_at_once(serving: Serving) -> None:
-    server = serving()
-    for number in (1, 2):
-        for rank in (0, 1):
-            server.push(rank, number, {"a": [number, number]})
-    assert said(server.pull(0, 1)) == ["w0 PULL"]
-
-
-def test_a_pull_of_several_keys_is_answered_once_each_with_the_value_of_its_round(serving: Serving) -> None:
-    """Key a goes on to the next round while the pull waits for key b."""
-    server = serving()
-    server.push(0, 1, {"a": [1, 1], "b": [2, 2]})
-    assert server.pull(0, 1, "a", "b") == []
-    assert said(server.push(1, 1, {"a": [10, 10]})) == ["w1 PUSH"]
-    server.push(1, 2, {"a": [50, 50]})
-    assert said(server.push(0, 2, {"a": [50, 50]})) == ["w0 PUSH"]
-    sent = server.push(1, 1, {"b": [20, 20]})
-    assert sorted(said(sent)) == ["w0 PULL", "w1 PUSH"]
-    [reply] = [each for each in sent if each.kind is Kind.PULL]
-    assert values([reply]) == {"a": [11, 11], "b": [22, 22]}
-
-
-def test_pulls_of_two_workers_are_both_answered(serving: Serving) -> None:
-    server = serving()
-    server.push(0, 1, {"a": [1, 1]})
-    server.pull(0, 1)
-    server.push(1, 1, {"a": [1, 1]})
-    server.push(1, 2, {"a": [1, 1]})
-    server.pull(1, 2)
-    assert sorted(said(server.push(0, 2, {"a": [1, 1]}))) == ["w0 PUSH", "w1 PULL"]
-
-
-def test_a_reply_names_its_pieces_as_the_pull_did(serving: Serving) -> None:
-    server = serving()
+def test_a_reply_names_its_pieces_as_the_pull_did(server: History) -> None:
     [reply] = server.pull(0, 0, "b", "a")
     assert [(piece.name, piece.length, piece.round, piece.codec) for piece in reply.pieces] == [
         ("b", 2, 0, 0),
@@ -228,32 +170,28 @@ def test_a_reply_names_its_pieces_as_the_pull_did(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
-def test_a_reply_that_is_still_being_sent_is_not_changed_by_later_rounds(serving: Serving, rule: str | None) -> None:
+def test_a_reply_that_is_still_being_sent_is_not_changed_by_later_rounds(server: History, rule: str | None) -> None:
     """Its frames are the server's own memory until the transport has let go of them."""
-    server = serving()
     if rule:
         server.rule(rule)
     server.read_slowly()
     [first] = server.pull(0, 0)
     sent = {0: first.values["a"]}
     for number in (1, 2, 3):
-        for rank in (0, 1):
-            server.push(rank, number, {"a": [number, 10 * number]})
+        server.push_all(number, {"a": [number, 10 * number]})
         [reply] = server.pull(0, number)
         sent[number] = reply.values["a"]
     expected = {0: [0, 0], 1: [2, 20], 2: [6, 60], 3: [12, 120]} if rule else {n: [2 * n, 20 * n] for n in range(4)}
     assert {number: each.tolist() for number, each in sent.items()} == expected
 
 
-def test_a_pull_that_waits_for_another_key_holds_its_value_while_later_rounds_are_applied(serving: Serving) -> None:
-    server = serving()
+def test_a_pull_that_waits_for_another_key_holds_its_value_while_later_rounds_are_applied(server: History) -> None:
     server.rule("test")
     server.push(0, 1, {"b": [1, 1]})
     assert server.pull(0, 0, "a", changes={"round": 0}) != []
     mixed = data(Kind.PULL, [Piece(0, round=0), Piece(1, round=1)])
     assert server.hear("w0", mixed) == []
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [5, 5]})
+    server.push_all(1, {"a": [5, 5]})
     sent = server.push(1, 1, {"b": [1, 1]})
     [reply] = [each for each in sent if each.kind is Kind.PULL]
     assert values([reply]) == {"a": [0, 0], "b": [2, 2]}
@@ -298,15 +236,13 @@ def test_a_pull_that_waits_for_several_workers_names_them_all(serving: Serving) 
         ({"dtype": 1, "payload": bytes(16)}, "key 'a': server-0 has 2 elements of float32, the message 2 of float64"),
     ],
 )
-def test_a_piece_that_does_not_fit_is_refused(serving: Serving, changes: dict[str, Any], words: str) -> None:
-    server = serving()
+def test_a_piece_that_does_not_fit_is_refused(server: History, changes: dict[str, Any], words: str) -> None:
     assert reason(server.push(0, 1, {"a": [1, 1]}, changes=changes)) == words
     assert reason(server.pull(0, 0, changes={**changes, "payload": None})) == words
     assert values(server.pull(0, 0)) == {"a": [0, 0]}
 
 
-def test_one_wrong_key_refuses_the_whole_push(serving: Serving) -> None:
-    server = serving()
+def test_one_wrong_key_refuses_the_whole_push(server: History) -> None:
     assert "no such piece" in reason(server.push(0, 1, {"a": [1, 1], "j": [1, 1]}))
     server.push(1, 1, {"a": [2, 2]})
     assert server.rounds()["a"] == 0
@@ -314,14 +250,12 @@ def test_one_wrong_key_refuses_the_whole_push(serving: Serving) -> None:
     assert values(server.pull(0, 1)) == {"a": [5, 5]}
 
 
-def test_one_push_has_each_piece_once(serving: Serving) -> None:
-    server = serving()
+def test_one_push_has_each_piece_once(server: History) -> None:
     twice = [Piece(0, round=1, payload=bytes(8))] * 2
     assert reason(server.hear("w0", data(Kind.PUSH, twice))) == "key 'a', offset 0: twice in one push"
 
 
-def test_a_push_without_values_and_a_pull_with_values_are_refused(serving: Serving) -> None:
-    server = serving()
+def test_a_push_without_values_and_a_pull_with_values_are_refused(server: History) -> None:
     assert reason(server.hear("w0", data(Kind.PUSH, [Piece(0, round=1)]))) == "key 'a': PUSH with payload kind NONE"
     pull = data(Kind.PULL, [Piece(0, payload=bytes(8))])
     assert reason(server.hear("w0", pull)) == "key 'a': PULL with payload kind FRAME"
@@ -332,8 +266,7 @@ def test_a_store_that_has_no_keys_is_refused(serving: Serving) -> None:
     assert reason(serving().hear("w0", pull)) == "store 8 has no keys on server-0"
 
 
-def test_a_double_init_is_refused_whole(serving: Serving) -> None:
-    server = serving()
+def test_a_double_init_is_refused_whole(server: History) -> None:
     assert reason(server.init({"f": [1, 1], "a": [1, 1]})) == "key 'a' was initialised before"
     assert values(server.pull(0, 0)) == {"a": [0, 0]}
     assert said(server.init({"f": [2, 2]})) == ["w0 INIT"], "the refused one left nothing behind"
@@ -342,39 +275,33 @@ def test_a_double_init_is_refused_whole(serving: Serving) -> None:
     assert reason(server.hear("w0", data(Kind.INIT, twice))) == "key 6 was initialised before"
 
 
-def test_an_init_without_a_value_is_refused(serving: Serving) -> None:
-    server = serving()
+def test_an_init_without_a_value_is_refused(server: History) -> None:
     assert reason(server.hear("w0", data(Kind.INIT, [Piece(5)]))) == "key 5: INIT without a value"
     assert "no such piece" in reason(server.pull(0, 0, "f"))
 
 
-def test_rows_must_be_whole_in_every_piece(serving: Serving) -> None:
-    server = serving()
+def test_rows_must_be_whole_in_every_piece(server: History) -> None:
     assert reason(server.init({"f": [1, 1]}, rows={"5": 3})) == (
         "key 'f': 2 elements from 0 on are not whole rows of 3"
     )
     assert "no such piece" in reason(server.pull(0, 0, "f"))
 
 
-def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered(serving: Serving) -> None:
-    server = serving()
+def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered(server: History) -> None:
     assert reason(server.ask(0, Kind.BARRIER)) == "server-0 knows no BARRIER"
     assert server.hear("w0", data(Kind.PULL, [Piece(0)], is_reply=True)) == []
     assert server.hear("s9", data(Kind.PULL, [Piece(0)])) != [], "it is told to say HELLO"
     assert server.log.count("event=bad-bytes reason=PULL before WELCOME") == 1
 
 
-def test_assign_replaces_the_value_and_no_round(serving: Serving) -> None:
-    server = serving()
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1]})
+def test_assign_replaces_the_value_and_no_round(server: History) -> None:
+    server.push_all(1, {"a": [1, 1]})
     assert said(server.assign({"a": [7, 8]})) == ["w0 INIT"]
     assert server.rounds() == {"a": 1, "b": 0}
     assert values(server.pull(0, 1)) == {"a": [7, 8]}
 
 
-def test_assign_to_what_does_not_exist_or_fit_is_refused(serving: Serving) -> None:
-    server = serving()
+def test_assign_to_what_does_not_exist_or_fit_is_refused(server: History) -> None:
     assert reason(server.assign({"h": [1, 1]})) == "key 7, offset 0: assigned before it was initialised"
     assert "2 elements of float32, the message 1 of float32" in reason(server.assign({"a": [1]}))
     assert values(server.pull(0, 0)) == {"a": [0, 0]}
@@ -383,8 +310,7 @@ def test_assign_to_what_does_not_exist_or_fit_is_refused(serving: Serving) -> No
 # A worker whose own push was refused
 
 
-def test_a_worker_never_waits_for_a_push_of_its_own_that_was_refused(serving: Serving) -> None:
-    server = serving()
+def test_a_worker_never_waits_for_a_push_of_its_own_that_was_refused(server: History) -> None:
     server.push(1, 1, {"a": [1, 1], "b": [1, 1]})
     assert "no such piece" in reason(server.push(0, 1, {"a": [1, 1], "j": [1, 1]}))
     assert reason(server.pull(0, 1)) == "round 1 of key 'a' cannot come: this worker's own push of it was refused"
@@ -394,17 +320,6 @@ def test_a_worker_never_waits_for_a_push_of_its_own_that_was_refused(serving: Se
 
 
 # Joining, leaving, dying
-
-
-def test_a_worker_that_joined_counts_as_zero_from_then_on(serving: Serving) -> None:
-    server = serving()
-    server.push(0, 1, {"a": [1, 1]})
-    server.pull(0, 1)
-    sent = server.join(1)
-    assert sorted(said(sent)) == ["scheduler JOIN", "w0 PULL"]
-    assert values([each for each in sent if each.kind is Kind.PULL]) == {"a": [1, 1]}
-    server.push(0, 2, {"a": [5, 5]})
-    assert values(server.pull(0, 2)) == {"a": [5, 5]}
 
 
 def test_a_worker_that_joins_in_open_rounds_completes_those_that_the_others_have_pushed(serving: Serving) -> None:
@@ -424,8 +339,7 @@ def test_a_worker_that_joins_in_open_rounds_completes_those_that_the_others_have
     assert values(server.pull(1, 3)) == {"a": [3, 3]}
 
 
-def test_when_all_have_joined_rounds_are_of_all_again(serving: Serving) -> None:
-    server = serving()
+def test_when_all_have_joined_rounds_are_of_all_again(server: History) -> None:
     server.join(1)
     server.push(0, 1, {"a": [1, 1]})
     server.join(0)
@@ -436,16 +350,14 @@ def test_when_all_have_joined_rounds_are_of_all_again(serving: Serving) -> None:
     assert values(server.pull(1, 2)) == {"a": [5, 5]}
 
 
-def test_a_round_without_any_contribution_is_none(serving: Serving) -> None:
-    server = serving()
+def test_a_round_without_any_contribution_is_none(server: History) -> None:
     server.join(1)
     server.join(0)
     assert server.rounds() == {"a": 0, "b": 0}
     assert server.stats()["updates"] == 0
 
 
-def test_a_worker_that_left_the_store_is_never_waited_for_again(serving: Serving) -> None:
-    server = serving()
+def test_a_worker_that_left_the_store_is_never_waited_for_again(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     assert said(server.leave(1)) == ["scheduler LEFT"]
     assert values(server.pull(0, 1)) == {"a": [1, 1]}
@@ -455,8 +367,7 @@ def test_a_worker_that_left_the_store_is_never_waited_for_again(serving: Serving
     assert values(server.pull(0, 2)) == {"a": [2, 2]}
 
 
-def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it(serving: Serving) -> None:
-    server = serving()
+def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     server.pull(0, 1)
     sent = server.bye(1, "worker-1@d2 (pid 9)")
@@ -469,8 +380,7 @@ def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it(serving: Servi
     assert reason(server.pull(0, 1)) == text, "a later pull hears it at once"
 
 
-def test_a_bye_after_the_round_was_pushed_harms_nobody(serving: Serving) -> None:
-    server = serving()
+def test_a_bye_after_the_round_was_pushed_harms_nobody(server: History) -> None:
     server.push(1, 1, {"a": [1, 1]})
     assert server.bye(1) == []
     server.push(0, 1, {"a": [2, 2]})
@@ -545,8 +455,7 @@ def test_a_sum_for_several_workers_completes_their_round_and_counts_once_if_it_c
     assert values(server.pull(0, 1)) == {"a": [5, 6]}
 
 
-def test_a_loss_refuses_the_pulls_that_wait(serving: Serving) -> None:
-    server = serving()
+def test_a_loss_refuses_the_pulls_that_wait(server: History) -> None:
     server.push(0, 1, {"a": [1, 1]})
     server.pull(0, 1)
     sent = server.lost("worker-1", "worker-1 is lost")
@@ -572,8 +481,7 @@ def test_a_workers_broken_connection_drops_its_pulls_and_no_others(serving: Serv
 # Rounds that a worker skips
 
 
-def test_a_skipped_round_is_over_when_all_have_come_and_changes_nothing(serving: Serving) -> None:
-    server = serving()
+def test_a_skipped_round_is_over_when_all_have_come_and_changes_nothing(server: History) -> None:
     server.push(0, 1, {"a": [5, 5]})
     assert said(server.skip(1, 1)) == ["w1 PUSH"]
     [reply] = server.pull(0, 1)
@@ -581,8 +489,7 @@ def test_a_skipped_round_is_over_when_all_have_come_and_changes_nothing(serving:
     assert values([reply]) == {"a": [0, 0]}
 
 
-def test_a_pull_waits_for_the_others_in_a_skipped_round_too(serving: Serving) -> None:
-    server = serving()
+def test_a_pull_waits_for_the_others_in_a_skipped_round_too(server: History) -> None:
     server.skip(0, 1, "a", "b")
     assert server.pull(0, 1, "a", "b") == []
     server.push(1, 1, {"a": [1, 1]})
@@ -592,19 +499,16 @@ def test_a_pull_waits_for_the_others_in_a_skipped_round_too(serving: Serving) ->
     assert reply.body["skipped"] == {"0": {"0": {"why": 0}, "1": None}, "1": {"0": {"why": 0}, "1": {}}}
 
 
-def test_the_round_after_a_skipped_one_is_an_ordinary_one(serving: Serving) -> None:
-    server = serving()
+def test_the_round_after_a_skipped_one_is_an_ordinary_one(server: History) -> None:
     server.push(0, 1, {"a": [9, 9]})
     server.skip(1, 1)
-    for rank in (0, 1):
-        server.push(rank, 2, {"a": [1, 1]})
+    server.push_all(2, {"a": [1, 1]})
     [reply] = server.pull(1, 2)
     assert reply.body == {}
     assert values([reply]) == {"a": [2, 2]}, "nothing of the skipped round is in it"
 
 
-def test_who_has_joined_is_not_among_the_workers_of_a_skipped_round(serving: Serving) -> None:
-    server = serving()
+def test_who_has_joined_is_not_among_the_workers_of_a_skipped_round(server: History) -> None:
     server.join(1)
     server.skip(0, 1)
     [reply] = server.pull(0, 1)
@@ -612,8 +516,7 @@ def test_who_has_joined_is_not_among_the_workers_of_a_skipped_round(serving: Ser
 
 
 @pytest.mark.parametrize("is_skip_first", [True, False])
-def test_of_a_skip_and_a_push_of_the_same_round_the_first_one_counts(serving: Serving, is_skip_first: bool) -> None:
-    server = serving()
+def test_of_a_skip_and_a_push_of_the_same_round_the_first_one_counts(server: History, is_skip_first: bool) -> None:
     calls = [lambda: server.skip(0, 1), lambda: server.push(0, 1, {"a": [1, 1]})]
     for call in calls if is_skip_first else reversed(calls):
         assert said(call()) == ["w0 PUSH"]
@@ -621,9 +524,8 @@ def test_of_a_skip_and_a_push_of_the_same_round_the_first_one_counts(serving: Se
     assert values(server.pull(0, 1)) == {"a": [0, 0] if is_skip_first else [3, 3]}
 
 
-def test_counted_and_saved_rounds_are_those_of_updates(serving: Serving) -> None:
+def test_counted_and_saved_rounds_are_those_of_updates(server: History) -> None:
     """Schedules count these: a skipped round is no step."""
-    server = serving()
     for number in (1, 2, 3):
         server.push(0, number, {"a": [1, 1]})
         server.skip(1, number) if number == 2 else server.push(1, number, {"a": [1, 1]})
@@ -647,9 +549,8 @@ def test_counted_and_saved_rounds_are_those_of_updates(serving: Serving) -> None
     ],
 )
 def test_what_skips_no_round_is_refused_and_changes_nothing(
-    serving: Serving, changes: dict[str, Any], words: str
+    server: History, changes: dict[str, Any], words: str
 ) -> None:
-    server = serving()
     assert reason(server.skip(0, 1, **changes)) == words
     server.push(0, 1, {"a": [1, 1]})
     server.push(1, 1, {"a": [1, 1]})
@@ -793,8 +694,7 @@ def test_a_bounded_pull_does_not_wait_for_a_push_of_its_own_that_was_refused(ser
 # Counters
 
 
-def test_a_server_counts_bytes_keys_rounds_and_who_waits(serving: Serving) -> None:
-    server = serving()
+def test_a_server_counts_bytes_keys_rounds_and_who_waits(server: History) -> None:
     server.push(0, 1, ONE)
     server.push(1, 1, ONE)
     server.pull(0, 1)

@@ -37,16 +37,14 @@ def to(sent: list[Sent], link: str) -> list[Sent]:
 # Rules
 
 
-def test_a_rule_is_set_and_then_answered(serving: Serving) -> None:
-    server = serving()
+def test_a_rule_is_set_and_then_answered(server: History) -> None:
     [reply] = server.rule("sgd", learning_rate=0.5)
     assert (str(reply), reply.request) == ("scheduler RULE", 7)
     push_round(server, 1, {"a": [2, 4]})
     assert values(server.pull(0, 1)) == {"a": [-1, -2]}
 
 
-def test_a_rule_that_cannot_be_set_is_refused(serving: Serving) -> None:
-    server = serving()
+def test_a_rule_that_cannot_be_set_is_refused(server: History) -> None:
     [reply] = server.scheduler(Kind.RULE, 7, spec={"name": "sdg", "params": {}})
     assert (reply.link, reply.is_error, reply.body["error"]) == (SCHEDULER, True, "KVError")
     assert str(reply.body["reason"]).startswith("unknown rule 'sdg'")
@@ -54,16 +52,14 @@ def test_a_rule_that_cannot_be_set_is_refused(serving: Serving) -> None:
     assert values(server.pull(0, 1)) == {"a": [2, 4]}, "it has none still"
 
 
-def test_a_rule_that_is_only_tried_changes_nothing(serving: Serving) -> None:
-    server = serving()
+def test_a_rule_that_is_only_tried_changes_nothing(server: History) -> None:
     spec = {"name": "sgd", "params": {"learning_rate": 0.5}}
     assert said(server.scheduler(Kind.RULE, 7, spec=spec, check=True)) == ["scheduler RULE"]
     push_round(server, 1, {"a": [2, 4]})
     assert values(server.pull(0, 1)) == {"a": [2, 4]}
 
 
-def test_a_rule_that_could_not_be_set_is_refused_when_it_is_tried(serving: Serving) -> None:
-    server = serving()
+def test_a_rule_that_could_not_be_set_is_refused_when_it_is_tried(server: History) -> None:
     sent = server.scheduler(Kind.RULE, 7, spec={"name": "no_module:Rule", "params": {}}, check=True)
     assert "--server-import no_module" in reason(sent)
 
@@ -79,20 +75,21 @@ def test_what_a_users_rule_raises_for_a_value_is_told_with_the_traceback(
     assert "rules_of_users.py" in reply.body["traceback"]
 
 
-def test_without_a_rule_a_round_is_assigned_and_the_states_of_the_last_rule_are_forgotten(serving: Serving) -> None:
-    server = serving()
+def test_without_a_rule_a_round_is_assigned_and_the_states_of_the_last_rule_are_forgotten(server: History) -> None:
     server.rule("sgd", learning_rate=1.0, momentum=0.5)
     push_round(server, 1, {"a": [4, 4]})
+    server.rule("sgd", learning_rate=0.5, momentum=0.5)
+    push_round(server, 2, {"a": [4, 4]})
+    assert values(server.pull(0, 2)) == {"a": [-8, -8]}, "the other rule goes on with the momentum"
     server.rule(None)
-    push_round(server, 2, {"a": [1, 1]})
-    assert values(server.pull(0, 2)) == {"a": [1, 1]}
-    server.rule("sgd", learning_rate=1.0, momentum=0.5)
     push_round(server, 3, {"a": [1, 1]})
-    assert values(server.pull(0, 3)) == {"a": [0, 0]}, "no momentum is left"
+    assert values(server.pull(0, 3)) == {"a": [1, 1]}
+    server.rule("sgd", learning_rate=1.0, momentum=0.5)
+    push_round(server, 4, {"a": [1, 1]})
+    assert values(server.pull(0, 4)) == {"a": [0, 0]}, "no momentum is left"
 
 
-def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round(serving: Serving) -> None:
-    server = serving()
+def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round(server: History) -> None:
     server.rule(FUSSY)
     server.push(0, 1, BAD)
     server.pull(0, 1)
@@ -106,18 +103,16 @@ def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round(serving: Se
     assert values(server.pull(1, 2)) == {"a": [-1, -1]}, "the next round is another matter"
 
 
-def test_a_rule_that_fails_is_said_once_on_the_server_itself(serving: Serving) -> None:
+def test_a_rule_that_fails_is_said_once_on_the_server_itself(server: History) -> None:
     """The pushes are acknowledged, and a script may end without a pull."""
-    server = serving()
     server.rule(FUSSY)
     for number in (1, 2):
         push_round(server, number, BAD)
     assert server.log.count("event=rule-failed store=1 " + FAILED) == 1
 
 
-def test_a_round_that_failed_is_told_by_a_later_pull_to_who_pushed_on_without_asking(serving: Serving) -> None:
+def test_a_round_that_failed_is_told_by_a_later_pull_to_who_pushed_on_without_asking(server: History) -> None:
     """Its update was lost, and the worker has not heard of it."""
-    server = serving()
     server.rule(FUSSY)
     push_round(server, 1, BAD)
     assert said(server.pull(1, 1)) == ["w1 PULL!"]
@@ -128,8 +123,7 @@ def test_a_round_that_failed_is_told_by_a_later_pull_to_who_pushed_on_without_as
     assert said(server.pull(0, 3)) == ["w0 PULL"], "once"
 
 
-def test_failed_rounds_of_several_keys_are_one_error_of_the_pull_of_these_keys(serving: Serving) -> None:
-    server = serving()
+def test_failed_rounds_of_several_keys_are_one_error_of_the_pull_of_these_keys(server: History) -> None:
     server.rule(FUSSY)
     push_round(server, 1, {"a": [13, 0], "b": [13, 0]})
     push_round(server, 2, {"a": [1, 1], "b": [1, 1]})
@@ -137,8 +131,7 @@ def test_failed_rounds_of_several_keys_are_one_error_of_the_pull_of_these_keys(s
     assert values(server.pull(0, 2, "a", "b")) == {"a": [-1, -1], "b": [-1, -1]}
 
 
-def test_a_late_pull_of_a_failed_round_is_told_although_another_round_is_over(serving: Serving) -> None:
-    server = serving()
+def test_a_late_pull_of_a_failed_round_is_told_although_another_round_is_over(server: History) -> None:
     server.rule(FUSSY)
     for number in range(1, 6):
         push_round(server, number, BAD)
@@ -146,8 +139,7 @@ def test_a_late_pull_of_a_failed_round_is_told_although_another_round_is_over(se
     assert said(server.pull(0, 4)) == ["w0 PULL!"]
 
 
-def test_states_that_are_loaded_end_what_is_to_be_said_of_rounds_before(serving: Serving) -> None:
-    server = serving()
+def test_states_that_are_loaded_end_what_is_to_be_said_of_rounds_before(server: History) -> None:
     server.rule(FUSSY)
     push_round(server, 1, BAD)
     assert said(stage_nothing(server)) == ["scheduler LOAD"]
@@ -156,9 +148,8 @@ def test_states_that_are_loaded_end_what_is_to_be_said_of_rounds_before(serving:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_failed_pull_waits_nowhere_and_what_it_held_may_be_written(serving: Serving, is_waiting: bool) -> None:
+def test_a_failed_pull_waits_nowhere_and_what_it_held_may_be_written(server: History, is_waiting: bool) -> None:
     """The first key is there, the second fails, the third is owed still."""
-    server = serving()
     server.init({"c": [0, 0]})
     server.rule(FUSSY)
     server.push(0, 1, {"a": [1, 1], "b": [13, 0], "c": [3, 3]})
@@ -175,9 +166,8 @@ def test_a_failed_pull_waits_nowhere_and_what_it_held_may_be_written(serving: Se
     assert values(server.pull(1, 2)) == {"a": [-2, -2]}
 
 
-def test_a_pull_after_one_that_failed_gets_its_round_though_its_worker_pushes_again_meanwhile(serving: Serving) -> None:
+def test_a_pull_after_one_that_failed_gets_its_round_though_its_worker_pushes_again_meanwhile(server: History) -> None:
     """Key c, which the failed one was owed still, goes on while the next pull waits for key a."""
-    server = serving()
     server.init({"c": [0, 0]})
     server.rule(FUSSY)
     server.push(0, 1, {"a": [1, 1], "b": [13, 0], "c": [3, 3]})
@@ -207,8 +197,7 @@ def test_an_async_rule_that_fails_is_the_pushers_error_and_its_push_counts_as_ma
     assert values(sent[1:]) == {"a": [-1, -1]}
 
 
-def test_an_init_that_the_rule_does_not_take_is_refused_and_leaves_nothing_behind(serving: Serving) -> None:
-    server = serving()
+def test_an_init_that_the_rule_does_not_take_is_refused_and_leaves_nothing_behind(server: History) -> None:
     server.rule("sgd")
     assert reason(server.init({"f": [1, 1]}, dtype=np.int32)) == "key 'f': rule 'sgd' updates float weights, not int32"
     assert said(server.init({"f": [1, 1]})) == ["w0 INIT"]
@@ -232,31 +221,34 @@ def norms_server(serving: Serving, rule: str = NORMALISED, type_name: str = "dis
     return server
 
 
-def test_a_value_that_lies_here_alone_needs_no_other_server(serving: Serving) -> None:
-    server = norms_server(serving)
-    assert said(push_round(server, 1, {"b": [3, 4]})) == ["w0 PUSH", "w1 PUSH"]
-    assert values(server.pull(0, 1, "b")) == {"b": pytest.approx([-0.6, -0.8])}
+@pytest.fixture
+def normed(serving: Serving) -> History:
+    """A server that normalises gradients."""
+    return norms_server(serving)
 
 
-def test_sums_of_squares_go_to_the_other_servers_and_theirs_finish_the_update(serving: Serving) -> None:
-    server = norms_server(serving)
-    server.push(0, 1, THREE)
-    assert server.pull(0, 1) == []
-    sent = server.push(1, 1, NOTHING)
-    assert server.calls[1:] == ["server-1"]
+def test_a_value_that_lies_here_alone_needs_no_other_server(normed: History) -> None:
+    assert said(push_round(normed, 1, {"b": [3, 4]})) == ["w0 PUSH", "w1 PUSH"]
+    assert values(normed.pull(0, 1, "b")) == {"b": pytest.approx([-0.6, -0.8])}
+
+
+def test_sums_of_squares_go_to_the_other_servers_and_theirs_finish_the_update(normed: History) -> None:
+    normed.push(0, 1, THREE)
+    assert normed.pull(0, 1) == []
+    sent = normed.push(1, 1, NOTHING)
+    assert normed.calls[1:] == ["server-1"]
     [told] = to(sent, "server-1")
     assert (told.kind, told.store, told.request, told.is_reply) == (Kind.NORMS, 1, 0, False)
     assert told.body == {"script": 0, "key": 0, "rank": -1, "round": 1, "parts": [[0, 2, [9.0]]]}
-    sent = server.norms(1, parts=FOUR)
+    sent = normed.norms(1, parts=FOUR)
     assert said(sent) == ["w0 PULL"]
     assert values(sent) == {"a": pytest.approx([-0.6, 0])}
 
 
-def test_the_other_servers_may_be_first(serving: Serving) -> None:
-    server = norms_server(serving)
-    assert server.norms(1, parts=FOUR) == []
-    push_round(server, 1, THREE)
-    assert values(server.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
+def test_the_other_servers_may_be_first(normed: History) -> None:
+    assert normed.norms(1, parts=FOUR) == []
+    push_round(normed, 1, THREE)
+    assert values(normed.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
 
 
 def test_parts_are_added_in_the_order_of_their_offsets_on_every_server(serving: Serving) -> None:
@@ -272,46 +264,41 @@ def test_parts_are_added_in_the_order_of_their_offsets_on_every_server(serving: 
         assert values(server.pull(0, 1)) == {"a": [-1, 0]}
 
 
-def test_the_pieces_of_one_key_on_one_server_are_finished_together(serving: Serving) -> None:
-    server = norms_server(serving)
-    server.init({"c+2": [0, 0], "c": [0, 0]}, shapes={"2": [4]})
-    push_round(server, 1, {"c": [3, 0]})
-    assert values(server.pull(0, 0, "c")) == {"c": [0, 0]}, "the other piece is missing"
-    push_round(server, 1, {"c+2": [0, 4]})
-    assert values(server.pull(0, 1, "c", "c+2")) == {"c": pytest.approx([-0.6, 0]), "c+2": pytest.approx([0, -0.8])}
+def test_the_pieces_of_one_key_on_one_server_are_finished_together(normed: History) -> None:
+    normed.init({"c+2": [0, 0], "c": [0, 0]}, shapes={"2": [4]})
+    push_round(normed, 1, {"c": [3, 0]})
+    assert values(normed.pull(0, 0, "c")) == {"c": [0, 0]}, "the other piece is missing"
+    push_round(normed, 1, {"c+2": [0, 4]})
+    assert values(normed.pull(0, 1, "c", "c+2")) == {"c": pytest.approx([-0.6, 0]), "c+2": pytest.approx([0, -0.8])}
 
 
-def test_the_next_round_begins_when_this_one_is_finished(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    assert to(push_round(server, 2, {"a": [0, 6]}), "server-1") == []
-    [told] = server.norms(1, parts=FOUR)
+def test_the_next_round_begins_when_this_one_is_finished(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    assert to(push_round(normed, 2, {"a": [0, 6]}), "server-1") == []
+    [told] = normed.norms(1, parts=FOUR)
     assert (told.body["round"], told.body["parts"]) == (2, [[0, 2, [36.0]]])
-    assert server.rounds()["a"] == 1
-    server.norms(2, parts=[[2, 2, [64.0]]])
-    assert values(server.pull(1, 2)) == {"a": pytest.approx([-0.6, -0.6])}
+    assert normed.rounds()["a"] == 1
+    normed.norms(2, parts=[[2, 2, [64.0]]])
+    assert values(normed.pull(1, 2)) == {"a": pytest.approx([-0.6, -0.6])}
 
 
-def test_rounds_go_on_after_another_rule_came_in_the_middle(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    push_round(server, 2, {"a": [1, 1]})
-    server.rule("sgd", learning_rate=1.0)
-    server.norms(1, parts=FOUR)
-    assert values(server.pull(0, 2)) == {"a": pytest.approx([-1.6, -1.0])}
+def test_rounds_go_on_after_another_rule_came_in_the_middle(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    push_round(normed, 2, {"a": [1, 1]})
+    normed.rule("sgd", learning_rate=1.0)
+    normed.norms(1, parts=FOUR)
+    assert values(normed.pull(0, 2)) == {"a": pytest.approx([-1.6, -1.0])}
 
 
-def test_an_update_is_finished_by_the_rule_that_began_it_although_the_store_has_none_now(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.rule(None)
-    server.norms(1, parts=FOUR)
-    assert values(server.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
+def test_an_update_is_finished_by_the_rule_that_began_it_although_the_store_has_none_now(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.rule(None)
+    normed.norms(1, parts=FOUR)
+    assert values(normed.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
 
 
-def test_pieces_of_one_round_to_which_different_rules_were_applied_fail_it(serving: Serving) -> None:
+def test_pieces_of_one_round_to_which_different_rules_were_applied_fail_it(server: History) -> None:
     """The rule was set between the pushes of the first and of the second piece of a key on this server."""
-    server = serving()
     server.init({"c": [0, 0], "c+2": [0, 0]}, shapes={"2": [4]})
     push_round(server, 1, {"c": [3, 0]})
     server.rule(NORMALISED)
@@ -319,35 +306,32 @@ def test_pieces_of_one_round_to_which_different_rules_were_applied_fail_it(servi
     assert "the rule was changed while push 1 of key 'c' was under way" in reason(server.pull(0, 1, "c+2"))
 
 
-def test_a_failure_that_comes_after_its_round_changes_nothing(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.norms(1, parts=FOUR)
-    assert server.norms(1, error="too late") == []
-    push_round(server, 2, THREE)
-    server.norms(2, parts=FOUR)
-    assert values(server.pull(0, 2)) == {"a": pytest.approx([-1.2, 0])}
+def test_a_failure_that_comes_after_its_round_changes_nothing(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.norms(1, parts=FOUR)
+    assert normed.norms(1, error="too late") == []
+    push_round(normed, 2, THREE)
+    normed.norms(2, parts=FOUR)
+    assert values(normed.pull(0, 2)) == {"a": pytest.approx([-1.2, 0])}
 
 
-def test_a_pull_that_waits_for_norms_is_told_so_and_a_worker_that_ended_is_not_blamed(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.pull(0, 1)
-    assert server.bye(1) == []
-    [note] = server.tick(10)
+def test_a_pull_that_waits_for_norms_is_told_so_and_a_worker_that_ended_is_not_blamed(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.pull(0, 1)
+    assert normed.bye(1) == []
+    [note] = normed.tick(10)
     assert note.body["text"] == "waiting for the other servers' norms, key a, round 1"
-    assert said(server.norms(1, parts=FOUR)) == ["w0 PULL"]
+    assert said(normed.norms(1, parts=FOUR)) == ["w0 PULL"]
 
 
-def test_a_reply_that_is_still_being_sent_is_not_changed_by_a_second_half(serving: Serving) -> None:
-    server = norms_server(serving)
-    server.read_slowly()
-    [reply] = server.pull(0, 0)
+def test_a_reply_that_is_still_being_sent_is_not_changed_by_a_second_half(normed: History) -> None:
+    normed.read_slowly()
+    [reply] = normed.pull(0, 0)
     before = reply.values["a"]
-    push_round(server, 1, THREE)
-    server.norms(1, parts=FOUR)
+    push_round(normed, 1, THREE)
+    normed.norms(1, parts=FOUR)
     assert before.tolist() == [0, 0]
-    assert values(server.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
+    assert values(normed.pull(0, 1)) == {"a": pytest.approx([-0.6, 0])}
 
 
 def test_rows_for_a_rule_that_needs_norms_are_a_dense_gradient(serving: Serving) -> None:
@@ -405,12 +389,11 @@ def test_a_rule_that_fails_for_a_value_that_lies_here_alone_is_no_other_servers_
     assert reason(server.pull(0, 1, "b")) == "the rule failed on server-0 for key 'b': a seven"
 
 
-def test_a_failure_that_is_heard_before_the_own_part_is_ready_counts(serving: Serving) -> None:
-    server = norms_server(serving)
-    server.norms(1, error="the rule failed on server-1")
-    server.norms(1, error="a later reason")
-    push_round(server, 1, THREE)
-    assert reason(server.pull(0, 1)) == "the rule failed on server-1"
+def test_a_failure_that_is_heard_before_the_own_part_is_ready_counts(normed: History) -> None:
+    normed.norms(1, error="the rule failed on server-1")
+    normed.norms(1, error="a later reason")
+    push_round(normed, 1, THREE)
+    assert reason(normed.pull(0, 1)) == "the rule failed on server-1"
 
 
 def test_a_second_half_that_fails_is_the_rounds_failure(serving: Serving) -> None:
@@ -432,56 +415,51 @@ def test_a_server_that_had_another_rule_for_that_round_says_so(serving: Serving)
     assert told.body["error"] == text.replace("push 1", "push 2")
 
 
-def test_servers_that_send_sums_of_different_rules_fail_instead_of_adding_them(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.norms(1, parts=[[2, 2, [16.0, 1.0]]])
-    assert reason(server.pull(0, 1)) == "the servers applied different rules"
+def test_servers_that_send_sums_of_different_rules_fail_instead_of_adding_them(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.norms(1, parts=[[2, 2, [16.0, 1.0]]])
+    assert reason(normed.pull(0, 1)) == "the servers applied different rules"
 
 
-def test_a_lost_connection_to_a_server_is_told_to_the_scheduler_which_ends_what_waits(serving: Serving) -> None:
+def test_a_lost_connection_to_a_server_is_told_to_the_scheduler_which_ends_what_waits(normed: History) -> None:
     """The other server may live, and nobody else sees that what it was sent is lost."""
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.pull(0, 1)
-    [told] = server.cut("server-1")
+    push_round(normed, 1, THREE)
+    normed.pull(0, 1)
+    [told] = normed.cut("server-1")
     assert (told.link, told.kind, told.body["who"]) == ("scheduler", Kind.LOST, "server-1")
     text = r"server-0@here \(pid \d+\) lost its connection to server-1 \(tcp://[^)]+\): its connection closed"
     assert re.fullmatch(text, told.body["reason"])
-    sent = server.hear("scheduler", data(Kind.LOST, body=told.body))
+    sent = normed.hear("scheduler", data(Kind.LOST, body=told.body))
     assert reason(sent) == told.body["reason"]
 
 
-def test_the_reason_that_a_server_gives_for_its_end_is_told_to_who_waits_for_it(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.pull(0, 1)
-    sent = server.hear("server-1", data(Kind.LOST, body={"who": "server-1", "reason": "server-1 failed: its GPU"}))
+def test_the_reason_that_a_server_gives_for_its_end_is_told_to_who_waits_for_it(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.pull(0, 1)
+    sent = normed.hear("server-1", data(Kind.LOST, body={"who": "server-1", "reason": "server-1 failed: its GPU"}))
     assert reason(sent) == "server-1 failed: its GPU"
-    assert [told.link for told in server.cut("server-1")] == ["scheduler"]
+    assert [told.link for told in normed.cut("server-1")] == ["scheduler"]
 
 
-def test_after_a_loss_nothing_waits_for_norms(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.pull(0, 1)
-    assert reason(server.lost("server-1", "server-1 is lost")) == "server-1 is lost"
-    assert server.norms(1, parts=FOUR) == []
-    assert server.tick(1000) == []
+def test_after_a_loss_nothing_waits_for_norms(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.pull(0, 1)
+    assert reason(normed.lost("server-1", "server-1 is lost")) == "server-1 is lost"
+    assert normed.norms(1, parts=FOUR) == []
+    assert normed.tick(1000) == []
 
 
-def test_norms_of_the_last_script_are_none_of_the_next_one(serving: Serving) -> None:
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    server.pull(0, 1)
-    assert said(server.scheduler(Kind.STOP, 9, stay=True)) == ["scheduler STOP"]
-    server.init({"a": [0, 0], "b": [0, 0]}, shapes=SHAPES)
-    server.rule(NORMALISED)
-    assert server.norms(1, parts=FOUR) == [], "those of the last script"
-    push_round(server, 1, THREE)
-    assert server.rounds()["a"] == 0
-    server.norms(1, script=1, parts=[[2, 2, [27.0]]])
-    assert values(server.pull(0, 1)) == {"a": pytest.approx([-0.5, 0])}
+def test_norms_of_the_last_script_are_none_of_the_next_one(normed: History) -> None:
+    push_round(normed, 1, THREE)
+    normed.pull(0, 1)
+    assert said(normed.scheduler(Kind.STOP, 9, stay=True)) == ["scheduler STOP"]
+    normed.init({"a": [0, 0], "b": [0, 0]}, shapes=SHAPES)
+    normed.rule(NORMALISED)
+    assert normed.norms(1, parts=FOUR) == [], "those of the last script"
+    push_round(normed, 1, THREE)
+    assert normed.rounds()["a"] == 0
+    normed.norms(1, script=1, parts=[[2, 2, [27.0]]])
+    assert values(normed.pull(0, 1)) == {"a": pytest.approx([-0.5, 0])}
 
 
 def test_norms_need_the_shape_of_the_value(serving: Serving) -> None:
@@ -491,11 +469,10 @@ def test_norms_need_the_shape_of_the_value(serving: Serving) -> None:
     assert "the shape of key 'a' is not known to server-0" in reason(server.pull(0, 1))
 
 
-def test_rules_with_norms_do_not_wait_for_those_of_a_skipped_round(serving: Serving) -> None:
-    server = norms_server(serving)
-    server.push(0, 1, THREE)
-    server.skip(1, 1)
-    assert values(server.pull(0, 1)) == {"a": [0, 0]}
+def test_rules_with_norms_do_not_wait_for_those_of_a_skipped_round(normed: History) -> None:
+    normed.push(0, 1, THREE)
+    normed.skip(1, 1)
+    assert values(normed.pull(0, 1)) == {"a": [0, 0]}
 
 
 def test_an_async_push_is_acknowledged_before_its_norms_are_known_and_a_pull_waits_for_them(serving: Serving) -> None:
@@ -606,17 +583,15 @@ def test_an_async_push_that_is_refused_while_it_is_read_leaves_no_half_update(se
     ],
 )
 def test_a_push_that_cannot_be_read_is_refused_and_its_round_stays_open(
-    serving: Serving, codec: int, payload: bytes, body: dict[str, Any], words: str
+    server: History, codec: int, payload: bytes, body: dict[str, Any], words: str
 ) -> None:
-    server = serving()
     push = data(Kind.PUSH, [Piece(0, round=1, codec=codec, payload=payload)], body=body)
     assert words in reason(server.hear("w0", push))
     push_round(server, 1, {"a": [1, 2]})
     assert values(server.pull(0, 1)) == {"a": [1, 2]}
 
 
-def test_integers_are_neither_compressed_nor_scaled(serving: Serving) -> None:
-    server = serving()
+def test_integers_are_neither_compressed_nor_scaled(server: History) -> None:
     server.init({"c": [0, 0]}, dtype=np.int32)
     coded = server.push(0, 1, {"c": bytes(4)}, codec="2bit")
     assert reason(coded) == "key 'c': compression '2bit' is for float values, not int32"
@@ -624,8 +599,7 @@ def test_integers_are_neither_compressed_nor_scaled(serving: Serving) -> None:
     assert said(server.push(0, 1, {"c": [1, 1]}, scale=1)) == ["w0 PUSH"]
 
 
-def test_compressed_and_scaled_contributions_are_added_to_plain_ones_as_float32(serving: Serving) -> None:
-    server = serving()
+def test_compressed_and_scaled_contributions_are_added_to_plain_ones_as_float32(server: History) -> None:
     server.push(0, 1, {"a": [0.75, -0.75]}, codec="2bit", scale=4.0)
     server.push(1, 1, {"a": [1, 1]})
     assert values(server.pull(0, 1)) == {"a": [3, -1]}
@@ -641,8 +615,7 @@ def test_only_sums_travel_back_compressed_and_weights_at_most_as_fp16(serving: S
     assert "values of an asynchronous store" in reason(serving("dist_async").pull(0, 0, codec="topk"))
 
 
-def test_the_first_value_is_answered_in_full_and_a_round_by_the_codec(serving: Serving) -> None:
-    server = serving()
+def test_the_first_value_is_answered_in_full_and_a_round_by_the_codec(server: History) -> None:
     [reply] = server.pull(0, 0, codec="2bit")
     assert reply.codecs == {"a": ""}
     push_round(server, 1, {"a": [0.75, -0.25]})
@@ -654,8 +627,7 @@ def test_the_first_value_is_answered_in_full_and_a_round_by_the_codec(serving: S
     assert values([reply]) == {"a": pytest.approx([0.3, 0.3])}
 
 
-def test_a_round_is_encoded_once_for_all_and_what_was_left_out_comes_with_the_next(serving: Serving) -> None:
-    server = serving()
+def test_a_round_is_encoded_once_for_all_and_what_was_left_out_comes_with_the_next(server: History) -> None:
     push_round(server, 1, {"a": [0.75, -0.25]})
     for rank in (0, 1, 0):
         assert values(server.pull(rank, 1, codec="2bit")) == {"a": [0.5, 0]}
@@ -666,8 +638,7 @@ def test_a_round_is_encoded_once_for_all_and_what_was_left_out_comes_with_the_ne
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
-def test_a_half_precision_answer_is_made_anew_after_each_update(serving: Serving, rule: str | None) -> None:
-    server = serving()
+def test_a_half_precision_answer_is_made_anew_after_each_update(server: History, rule: str | None) -> None:
     if rule:
         server.rule(rule)
     for number in (1, 2):
@@ -677,11 +648,9 @@ def test_a_half_precision_answer_is_made_anew_after_each_update(serving: Serving
         assert values(server.pull(0, number, codec="fp16")) == {"a": expected}
 
 
-def test_a_reply_says_what_each_payload_is(serving: Serving) -> None:
-    server = serving()
+def test_a_reply_says_what_each_payload_is(server: History) -> None:
     server.init({"c": [1, 2, 3, 4]}, rows={"2": 2}, shapes={"2": [2, 2]})
-    for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 1], "c": [1, 2, 3, 4]})
+    server.push_all(1, {"a": [1, 1], "c": [1, 2, 3, 4]})
     pull = [Piece(0, round=1, codec=1), Piece(2, 0, 4, 1, codec=16, payload=bytes(rows_of([1])))]
     [reply] = server.hear("w0", data(Kind.PULL, pull, body={"codec": {"threshold": 0.5}}))
     assert reply.body == {"codec": {"threshold": 0.5}}
@@ -817,10 +786,7 @@ def stage_nothing(server: History) -> list[Sent]:
     return server.scheduler(Kind.LOAD, 7, action="stage", folder="/nowhere", manifest=manifest, numbers=[], spec=spec)
 
 
-def test_a_server_saves_its_file_and_answers_with_what_is_in_it_and_the_rounds(
-    serving: Serving, tmp_path: Path
-) -> None:
-    server = serving()
+def test_a_server_saves_its_file_and_answers_with_what_is_in_it_and_the_rounds(server: History, tmp_path: Path) -> None:
     push_round(server, 1, {"a": [1, 2]})
     [reply] = save(server, tmp_path, "a", "b")
     assert (reply.body["file"], reply.body["rounds"]) == ("server-0.npz", [[0, 1], [1, 0]])
@@ -829,8 +795,7 @@ def test_a_server_saves_its_file_and_answers_with_what_is_in_it_and_the_rounds(
         assert file["0.0.weight"].tolist() == [1, 2]
 
 
-def test_counts_of_saved_rounds_leave_out_those_that_were_skipped(serving: Serving, tmp_path: Path) -> None:
-    server = serving()
+def test_counts_of_saved_rounds_leave_out_those_that_were_skipped(server: History, tmp_path: Path) -> None:
     push_round(server, 1, {"a": [1, 1]})
     server.skip(0, 2)
     server.skip(1, 2)
@@ -839,9 +804,8 @@ def test_counts_of_saved_rounds_leave_out_those_that_were_skipped(serving: Servi
 
 
 def test_nothing_is_saved_or_loaded_while_a_round_is_open_and_the_workers_are_named(
-    serving: Serving, tmp_path: Path
+    server: History, tmp_path: Path
 ) -> None:
-    server = serving()
     server.push(0, 1, {"b": [1, 1]})
     text = (
         "round 1 of key 'b' is open: worker-0 pushed it, worker-1 did not; states are saved and loaded when all workers"
@@ -853,28 +817,26 @@ def test_nothing_is_saved_or_loaded_while_a_round_is_open_and_the_workers_are_na
     assert said(save(server, tmp_path, "a")) == ["scheduler SAVE"], "a key that is not named does not count"
 
 
-def test_saving_waits_for_updates_that_are_under_way(serving: Serving, tmp_path: Path) -> None:
+def test_saving_waits_for_updates_that_are_under_way(normed: History, tmp_path: Path) -> None:
     """Their pushes are acknowledged: a worker would not understand a refusal."""
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    assert save(server, tmp_path, "a", "b") == []
-    assert server.tick(1.0) == []
-    [reply] = [*server.norms(1, parts=FOUR), *server.tick(2.0)]
+    push_round(normed, 1, THREE)
+    assert save(normed, tmp_path, "a", "b") == []
+    assert normed.tick(1.0) == []
+    [reply] = [*normed.norms(1, parts=FOUR), *normed.tick(2.0)]
     assert (str(reply), reply.body["rounds"]) == ("scheduler SAVE", [[0, 1], [1, 0]])
     with np.load(tmp_path / "data-1" / "server-0.npz") as file:
         assert file["0.0.weight"].tolist() == pytest.approx([-0.6, 0])
-    assert server.tick(3.0) == []
+    assert normed.tick(3.0) == []
 
 
-def test_a_save_that_waits_is_refused_when_its_store_is_forgotten(serving: Serving, tmp_path: Path) -> None:
+def test_a_save_that_waits_is_refused_when_its_store_is_forgotten(normed: History, tmp_path: Path) -> None:
     """It would write a file without values."""
-    server = norms_server(serving)
-    push_round(server, 1, THREE)
-    assert save(server, tmp_path, "a", "b") == []
-    sent = server.scheduler(Kind.CLOSE, 9)
+    push_round(normed, 1, THREE)
+    assert save(normed, tmp_path, "a", "b") == []
+    sent = normed.scheduler(Kind.CLOSE, 9)
     assert said(sent) == ["scheduler SAVE!", "scheduler CLOSE"]
     assert sent[0].body["reason"] == "server-0 knows no store 1"
-    assert server.tick(1.0) == []
+    assert normed.tick(1.0) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -926,8 +888,7 @@ def test_states_that_are_read_again_take_the_place_of_those_that_were_read_befor
     assert values(server.pull(0, 1, "b")) == {"b": [3, 4]}
 
 
-def test_a_loaded_value_is_answered_in_full_first(serving: Serving, tmp_path: Path) -> None:
-    server = serving()
+def test_a_loaded_value_is_answered_in_full_first(server: History, tmp_path: Path) -> None:
     push_round(server, 1, {"a": [0.75, -0.25]})
     holds = saved(server, tmp_path, "a")
     push_round(server, 2, {"a": [1, 1]})
@@ -950,20 +911,6 @@ def test_states_that_are_taken_over_spare_a_reply_that_is_still_being_sent(servi
     server.scheduler(Kind.LOAD, 7, action="commit", rounds=[[0, 1]])
     assert values(server.pull(0, 1)) == {"a": [1, 2]}
     assert before.tolist() == [0, 0]
-
-
-def test_what_a_server_could_not_read_is_told_and_changes_nothing(serving: Serving, tmp_path: Path) -> None:
-    first = serving()
-    push_round(first, 1, {"a": [1, 2]})
-    holds = {"server-0.npz": save(first, tmp_path, "a")[0].body["holds"]}
-    path = tmp_path / "data-1" / "server-0.npz"
-    path.write_bytes(path.read_bytes()[:-1])
-    server = serving()
-    found = reason(stage(server, tmp_path, holds, "a"))
-    assert "data-1/server-0.npz on host here has " in found
-    path.unlink()
-    assert "data-1/server-0.npz on host here is not there" in reason(stage(server, tmp_path, holds, "a"))
-    assert values(server.pull(0, 0)) == {"a": [0, 0]}
 
 
 def test_elements_that_are_in_no_file_are_an_error_that_names_the_key(serving: Serving, tmp_path: Path) -> None:
@@ -1043,6 +990,24 @@ def test_a_saved_state_of_another_kind_than_the_rules_is_an_error_and_nothing_is
     assert values(server.pull(0, 0)) == {"a": [0, 0]}
 
 
+@pytest.mark.parametrize(("saver", "loader", "found"), [(None, 0.5, -1), (0.5, 0.0, -5), (0.5, 0.5, -7)])
+def test_a_load_leaves_nothing_of_the_state_before_it_and_brings_what_the_rule_knows(
+    serving: Serving, tmp_path: Path, saver: float | None, loader: float, found: float
+) -> None:
+    """Saved was a value that was never updated, or its first step of 4. The next one is of 1."""
+    first, server = serving(), serving()
+    if saver is not None:
+        first.rule("sgd", learning_rate=1.0, momentum=saver)
+        push_round(first, 1, {"a": [4, 4]})
+    holds = saved(first, tmp_path, "a")
+    server.rule("sgd", learning_rate=1.0, momentum=loader)
+    push_round(server, 1, {"a": [100, 100]})
+    stage(server, tmp_path, holds, "a", spec={"name": "sgd", "params": {"learning_rate": 1.0, "momentum": loader}})
+    server.scheduler(Kind.LOAD, 7, action="commit", rounds=[[0, 1]])
+    push_round(server, 2, {"a": [1, 1]})
+    assert values(server.pull(0, 2)) == {"a": [found, found]}
+
+
 def test_states_are_refused_when_the_rule_was_changed_while_they_were_read(serving: Serving, tmp_path: Path) -> None:
     first = serving()
     [saved] = save(first, tmp_path, "a")
@@ -1053,8 +1018,7 @@ def test_states_are_refused_when_the_rule_was_changed_while_they_were_read(servi
     assert reason(sent) == "the rule was changed while states were being loaded; nothing was loaded, load them again"
 
 
-def test_a_server_without_keys_of_the_store_saves_too(serving: Serving, tmp_path: Path) -> None:
-    server = serving()
+def test_a_server_without_keys_of_the_store_saves_too(server: History, tmp_path: Path) -> None:
     [reply] = server.scheduler(Kind.SAVE, 7, store=9, folder=str(tmp_path), part="data-1", names=[])
     assert (reply.body["file"], reply.body["rounds"]) == ("server-0.npz", [])
     assert reply.body["holds"]["pieces"] == []
@@ -1062,9 +1026,8 @@ def test_a_server_without_keys_of_the_store_saves_too(serving: Serving, tmp_path
 
 
 def test_a_users_state_that_is_neither_array_nor_number_is_refused_with_key_and_state(
-    serving: Serving, tmp_path: Path
+    server: History, tmp_path: Path
 ) -> None:
-    server = serving()
     server.rule("rules_of_users:Remembering")
     push_round(server, 1, {"a": [1, 2]})
     text = "key 'a': the rule's state 'history' is of type list, which cannot be saved; arrays and numbers can"
@@ -1074,8 +1037,7 @@ def test_a_users_state_that_is_neither_array_nor_number_is_refused_with_key_and_
 # Profiles
 
 
-def test_a_profile_has_what_was_done_meanwhile_and_one_is_made_at_a_time(serving: Serving) -> None:
-    server = serving()
+def test_a_profile_has_what_was_done_meanwhile_and_one_is_made_at_a_time(server: History) -> None:
     assert reason(server.ask(0, Kind.PROFILE, action="stop")) == "server-0 on host here is not being profiled"
     assert said(server.ask(0, Kind.PROFILE, action="start")) == ["w0 PROFILE"]
     push_round(server, 1, {"a": [1, 1]})

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, run_job
+from cluster import run_job
 
-from distrun_runtime.errors import KVError, PeerLost, RuleError, RuntimeFault
+from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ps import routing
 
 pytestmark = pytest.mark.usefixtures("placement")
 SHARD_BYTES = 80
@@ -63,55 +62,6 @@ def test_after_a_barrier_all_workers_see_all_asynchronous_pushes() -> None:
     assert all((value == found[0][0]).all() for value, _ in found)
 
 
-def test_a_rule_that_fails_on_one_server_is_the_error_of_that_round_with_its_traceback() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", np.where(ramp() == SIZE, 7, 1).astype(np.float32))  # the last shard has the seven
-        kv.set_optimizer("norm_rules:Picky")
-        kv.push("w", ramp())
-        with pytest.raises(RuleError, match=r"server-2 for key 'w': a seven") as caught:
-            pulled(kv)
-        assert "norm_rules.py" in caught.value.server_traceback
-        kv.barrier()
-        kv.assign("w", ramp() + 100)
-        kv.push("w", ramp())
-        assert (pulled(kv) == 100 - ramp()).all()
-        kv.push("w", 0 * ramp())
-        with pytest.raises(RuleError, match=r"for key 'w': no gradient"):
-            pulled(kv)
-
-    run_job(script, 2, 3, bigarray_bound=10, imports=("norm_rules",))
-
-
-def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", ramp() + 10)
-        kv.set_optimizer("norm_rules:Picky")
-        kv.barrier()
-        if kv.rank == 0:
-            kv.push("w", 0 * ramp())
-            with pytest.raises(RuleError, match="no gradient") as caught:
-                pulled(kv)
-            assert "norm_rules.py" in caught.value.server_traceback
-        kv.barrier()
-        pulled(kv)
-
-    run_job(script, 2, 3, type_name="dist_async", bigarray_bound=10, imports=("norm_rules",))
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-def test_an_asynchronous_push_of_a_key_with_several_shards_on_one_server_is_applied(servers: int) -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init("w", ramp())
-        kv.set_optimizer("lars", learning_rate=0.5)
-        kv.push("w", ramp())
-        return pulled(kv)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "SHARD_BYTES", 4 * SIZE // 4)
-        [value] = run_job(script, 1, servers, type_name="dist_async", partition="size")
-    assert not (value == ramp()).any()
-
-
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
 def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: str) -> None:
     """A round may be applied by one rule here and by another there; then it fails, and says why."""
@@ -137,43 +87,3 @@ def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: 
         text for each in run_job(script, 3, 3, type_name=type_name, bigarray_bound=10, over="zmq") for text in each
     ]
     assert all("the rule was changed" in text for text in failures), failures
-
-
-def test_a_worker_that_joined_contributes_nothing_and_norms_go_on() -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init("w", ramp())
-        kv.set_optimizer("lamb", learning_rate=0.1)
-        for _ in range(2 + kv.rank):
-            kv.push("w", ramp())
-            pulled(kv)
-        kv.join()
-        return pulled(kv)
-
-    values = run_job(script, 3, 2, bigarray_bound=10)
-    assert all((value == values[0]).all() for value in values)
-
-
-def test_a_server_that_dies_while_others_wait_for_its_norms_ends_all_waits() -> None:
-    errors: list[RuntimeFault] = []
-    cluster = Cluster(2, 2, over="inproc", bigarray_bound=10)
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", ramp())
-        kv.set_optimizer("lamb", learning_rate=0.1)
-        kv.push("w", ramp())
-        pulled(kv)
-        kv.barrier()
-        if kv.rank == 0:
-            cluster.network.cut(cluster.transports["server-1"])
-        try:
-            for _ in range(100):
-                kv.push("w", ramp())
-                pulled(kv)
-        except PeerLost as err:
-            errors.append(err)
-            raise
-
-    with pytest.raises(PeerLost), cluster as job:
-        job.run(script)
-    assert len(errors) == 2
-    assert all("server-1" in str(error) for error in errors)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from history_server import Piece, data, pieces_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
 from distrun_runtime.ps.worker import Outbox
 
 
@@ -38,14 +41,6 @@ def test_higher_priority_goes_first() -> None:
     assert taken(outbox) == [2, 1, 3, 0]
 
 
-def test_a_request_never_overtakes_an_earlier_one_on_the_same_key() -> None:
-    outbox = Outbox()
-    outbox.put(push(1, 7, priority=-3))
-    outbox.put(pull(2, 7, priority=9))
-    outbox.put(push(3, 8))
-    assert taken(outbox) == [3, 1, 2]
-
-
 def test_a_message_that_names_its_keys_by_a_bucket_neither_overtakes_nor_is_overtaken() -> None:
     outbox = Outbox()
     outbox.put(push(1, 7, priority=-3))
@@ -71,15 +66,6 @@ def test_a_later_push_of_higher_priority_overtakes_what_waits_for_the_window() -
     outbox.put(push(3, 3, priority=1, length=5))
     outbox.answered(1)
     assert taken(outbox) == [3]
-
-
-def test_a_push_larger_than_the_window_goes_alone() -> None:
-    outbox = Outbox(window_bytes=10)
-    outbox.put(push(1, 1, length=1))
-    outbox.put(push(2, 2, length=100))
-    assert taken(outbox) == [1]
-    outbox.answered(1)
-    assert taken(outbox) == [2]
 
 
 def test_pulls_take_no_room_in_the_window() -> None:
@@ -150,3 +136,50 @@ def test_messages_that_are_dropped_never_leave_and_the_others_keep_their_order()
         outbox.put(push(number, number, priority=-urgency))
     outbox.drop({0, 4})
     assert taken(outbox) == [2, 5, 1, 3]
+
+
+# Messages that name a bucket in place of entries
+
+
+def entries(kind: Kind) -> Any:
+    packed = Payload.PACKED if kind is Kind.PUSH else Payload.NONE
+    return entries_of(Entry(key, 0, 8, 1, payload=packed) for key in range(8))
+
+
+def message(kind: Kind, request: int, priority: int = 0, **changes: Any) -> Message:
+    payloads = [bytes(256)] if kind is Kind.PUSH else []
+    return Message(kind, request=request, priority=priority, payloads=payloads, **changes)
+
+
+def leaving(*messages: Message) -> list[int]:
+    """Return the requests in the order in which they leave, behind a push that fills the window."""
+    outbox = Outbox(window_bytes=256)
+    outbox.put(Message(Kind.PUSH, request=1, entries=entries_of([Entry(99, 0, 64)]), payloads=[bytes(256)]))
+    assert [each.request for each in outbox.take()] == [1]
+    for each in messages:
+        outbox.put(each)
+    left = []
+    outbox.answered(1)
+    for _ in messages:
+        for each in outbox.take():
+            left.append(each.request)
+            outbox.answered(each.request)
+    return left
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
+def test_a_message_with_a_bucket_never_overtakes_the_push_that_registers_it(kind: Kind) -> None:
+    register = message(Kind.PUSH, 2, bucket=1, entries=entries(Kind.PUSH))
+    assert leaving(register, message(kind, 3, priority=5, bucket=1, step=1)) == [2, 3]
+
+
+def test_a_request_on_one_key_never_overtakes_a_push_of_a_bucket_with_that_key() -> None:
+    one = message(Kind.PULL, 3, priority=5, entries=entries_of([Entry(4, 0, 8, 1)]))
+    assert leaving(message(Kind.PUSH, 2, bucket=1, step=1), one) == [2, 3]
+
+
+def test_a_push_that_gives_a_bucket_other_entries_never_overtakes_one_that_means_the_former() -> None:
+    """The server would take the values of the former push for those of the later keys."""
+    others = entries_of(Entry(key, 0, 8, 1, payload=Payload.PACKED) for key in range(20, 28))
+    later = message(Kind.PUSH, 3, priority=5, bucket=1, entries=others)
+    assert leaving(message(Kind.PUSH, 2, bucket=1, step=1), later) == [2, 3]

@@ -249,19 +249,6 @@ def test_what_other_stores_take_is_not_left(machine: Machine) -> None:
     assert placement.place(values_of(MIB, number=2), None).name == "gpu:0", "the next script has the whole room"
 
 
-def test_a_rule_that_a_gpu_does_not_do_moves_the_store(machine: Machine) -> None:
-    for asked, level in (("auto", "WARNING"), ("gpu:0", "WARNING")):
-        placement, said = placed(asked)
-        placement.open()
-        store = values_of(100)
-        assert placement.place(store, None).name == "gpu:0"
-        assert placement.place(store, rule("lamb", learning_rate=1.0)) is placement.host
-        assert said[-1] == (
-            level,
-            "event=device store=1 device=cpu:0 reason=rule 'lamb' needs norms over the whole value",
-        )
-
-
 @pytest.mark.parametrize("which", ["sums", "rule"])
 def test_with_auto_kernels_that_do_not_compile_leave_the_store_in_host_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, which: str
@@ -363,33 +350,6 @@ def test_one_worker_that_asks_for_a_device_store_is_enough(
         told = made.run_sessions(lambda session: rounds(open_store(kinds[session.rank], session)))
     assert told == [found, found]
     assert ("alloc" in machine.standin.calls) == ("gpu" in found)
-
-
-def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(machine: Machine) -> None:
-    """One worker has pushed when a second key makes the store too large."""
-
-    def script(kv: Any) -> list[str]:
-        kv.init("w", np.full(1000, 5, np.float32))
-        out, where = np.empty(1000, np.float32), []
-        for step in (1, 2):
-            if kv.rank == 0:
-                kv.push("w", np.full(1000, step, np.float32))
-            where.append(kv.stats()[0]["device"])
-            kv.barrier()
-            if step == 2:
-                kv.init("large", np.ones(MIB, np.float32))
-            if kv.rank == 1:
-                kv.push("w", np.full(1000, 10, np.float32))
-            kv.pull("w", out)
-            assert (out == 10 + step).all()
-        large = np.empty(MIB, np.float32)
-        kv.pushpull("large", np.ones(MIB, np.float32), large)
-        assert (large == 2).all()
-        return [*where, kv.stats()[0]["device"]]
-
-    with Cluster(2, 1, server_gpu_bytes=16 * MIB) as made:
-        assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
-    assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -526,29 +486,6 @@ def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(mach
     assert "the update failed on server-0 for key 'w': " in told[0]
     assert "wanted " in told[0]
     assert told[0].count("--server-device cpu") == 1
-
-
-def test_a_round_that_lacks_a_contribution_fails_and_the_next_one_is_good(machine: Machine) -> None:
-    """The contribution was acknowledged, and the sum of the others' must not be taken for that of all."""
-
-    def script(kv: Any) -> None:
-        value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
-        kv.init("w", value)
-        kv.barrier()
-        if kv.rank == 0:
-            machine.standin.fail("copy", code=1)
-            kv.push("w", value)
-        kv.barrier()
-        if kv.rank > 0:
-            kv.push("w", value)
-        with pytest.raises(KVError, match="the update failed on server-0 for key 'w': copy on gpu:0 failed"):
-            kv.pull("w", out)
-        assert (out == 0).all()
-        kv.pushpull("w", value, out)
-        assert (out == 3).all()
-
-    with Cluster(3, 1, server_device="gpu:0") as made:
-        made.run(script)
 
 
 @pytest.mark.parametrize("call", ["launch", "synchronize"])

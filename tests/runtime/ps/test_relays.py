@@ -17,7 +17,7 @@ from delays import delay_after
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import LAST_STORE, Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.relay import relays_of, workers_of
 from distrun_runtime.ps.role import Config
 from distrun_runtime.transport.faults import Faults
@@ -207,33 +207,6 @@ def test_a_pull_that_waits_for_a_worker_that_has_ended_is_refused() -> None:
 
     with relayed() as job:
         job.run(script)
-
-
-def test_a_store_of_a_lost_worker_is_forgotten_while_sums_of_it_are_at_relays_and_others_go_on() -> None:
-    def script(session: Any) -> list[float]:
-        kv = open_store("dist_sync", session, group="all", members=[0, 1, 2, 3])
-        kv.init(KEYS, [full(0)] * len(KEYS))
-        for _ in range(3):
-            kv.push(KEYS, [full(1)] * len(KEYS))
-        if session.rank == 3:
-            raise RuntimeError("my bug")
-        with pytest.raises(PeerLost, match="my bug"):
-            while True:
-                kv.pushpull(KEYS, [full(1)] * len(KEYS), [full(-1) for _ in KEYS])
-        kv.close()
-        rest = open_store("dist_sync", session, group="rest", members=[0, 1, 2])
-        rest.init(KEYS, [full(0)] * len(KEYS))
-        outs = [full(-1) for _ in KEYS]
-        for _ in range(20):
-            rest.pushpull(KEYS, [full(1)] * len(KEYS), outs)
-        rest.barrier()
-        assert all((out == 3).all() for out in outs)
-        return []
-
-    with relayed() as job, pytest.raises(RuntimeError, match="my bug"):
-        job.run_sessions(script)
-    loops = [loop for thread, loop in job._loops.items() if thread.name.startswith("server")]
-    assert not any(LAST_STORE in loop._role._stores for loop in loops)  # type: ignore[union-attr]
 
 
 def test_each_worker_of_a_host_is_told_once_that_an_update_failed() -> None:

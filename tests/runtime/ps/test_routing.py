@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,25 @@ def test_empty_shards_take_turns() -> None:
 
 def record(name: object, shape: tuple[int, ...], dtype: str = "float32") -> dict[str, Any]:
     return {"key": name, "shape": list(shape), "dtype": dtype}
+
+
+@given(sizes=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=5), servers=st.integers(1, 4))
+def test_what_a_server_has_of_a_value_goes_on_from_shard_to_shard_and_is_one_part(
+    sizes: list[int], servers: int
+) -> None:
+    shapes = [(size,) for size in sizes]
+    placed = Keys(servers).declare([record(str(at), shape) for at, shape in enumerate(shapes)])["servers"]
+    every = [length * 4 for size in sizes for _, length in cut(size, 4)]
+    assert Counter(chain(*placed)) == Counter(place(every, [0] * servers))
+    shards = [
+        shards_on(Shard(0, 0, size, at, DTYPE_CODES[np.dtype(np.float32)]), its)
+        for at, (size, its) in enumerate(zip(sizes, placed, strict=True))
+    ]
+    for at, its in enumerate(placed):
+        changes = sum(one != other for one, other in pairwise(its))
+        assert changes <= len(set(its)) - 1
+        parts = [part for each in Route.of(shards, shapes, message_bytes=1 << 30).portions for part in each.parts]
+        assert sum(getattr(part, "item", None) == at for part in parts) in {0, len(set(its))}
 
 
 @given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -52,59 +50,6 @@ def test_every_round_has_what_was_pushed_to_it_although_servers_forget_buckets(j
         servers = [made.transports["server-%d" % rank] for rank in range(2)]
         # With relays both workers push to server-0 only, and what goes on from there names its entries.
         assert all(server.changed > STEPS for server in servers[: 1 if made.has_relays else 2])
-
-
-def test_in_dist_async_a_workers_pushes_keep_their_order_although_servers_forget_buckets(job: Job) -> None:
-    """The rule halves the value before each push is added, so that another order gives another number."""
-
-    def script(kv: Any) -> None:
-        kv.set_optimizer("sgd", learning_rate=1.0, wd=0.5)
-        started(kv)
-        chance = random.Random(5)
-        expected = np.zeros(len(KEYS))
-        pushed = []
-        for step in range(1, 4 * STEPS):
-            # All keys, which goes by a bucket, or a few of them, which does not.
-            some = KEYS if step % 3 else chance.sample(KEYS, 5)
-            pushed.append(kv.push(some, [full(-step)] * len(some), wait=False))
-            at = [KEYS.index(key) for key in some]
-            expected[at] = expected[at] / 2 + step
-            if step % 10 == 0:
-                outs = [full(-1) for _ in KEYS]
-                kv.pull(KEYS, outs)
-                assert [float(out.max()) for out in outs] == pytest.approx(expected, rel=1e-5)
-        for push in pushed:
-            push.wait()
-
-    with job(1, 2, forget_every=4) as made:
-        made.run(script, "dist_async")
-        assert all(made.transports["server-%d" % rank].changed for rank in range(2))
-
-
-def test_threads_that_use_one_store_see_nothing_of_a_bucket_that_was_forgotten(job: Job) -> None:
-    def script(kv: Any) -> None:
-        started(kv)
-        errors: list[BaseException] = []
-
-        def work(keys: list[str]) -> None:
-            try:
-                outs = [full(-1) for _ in keys]
-                for step in range(1, 2 * STEPS):  # calls of both threads may go in one message each time
-                    kv.pushpull(keys, [full(step)] * len(keys), outs)
-                    assert {float(out.min()) for out in outs} == {float(out.max()) for out in outs} == {2.0 * step}
-            except BaseException as err:
-                errors.append(err)
-
-        threads = [threading.Thread(target=work, args=(KEYS[begin : begin + 12],)) for begin in (0, 12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors, errors
-
-    with job(2, 1, forget_every=2) as made:
-        made.run(script)
-        assert made.transports["server-0"].changed > STEPS
 
 
 def test_compressed_values_and_rows_beside_plain_ones_are_sent_again_too(job: Job) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, open_store
 
-from distrun_runtime.errors import StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.ps import agreement
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 LONG = 3 * (1 << 18) + 77
 """Elements of a value of several pieces."""
@@ -132,38 +132,7 @@ def test_a_store_whose_number_others_had_before_is_used_as_they_were(
     assert max(epoch for _, epoch in first) >= 1
 
 
-def test_a_store_stays_until_its_last_worker_has_closed_it(job: Job) -> None:
-    def script(session: Any) -> Any:
-        held, kv = (open_store("dist_sync", session) for _ in range(2))
-        held.init("w", np.ones(3))
-        kv.init("w", np.ones(3))
-        pending = kv.pull("w", out=(out := np.zeros(3)), wait=False)
-        if session.rank:
-            kv.close()
-        pending.wait()
-        held.barrier()
-        if not session.rank:
-            kv.pull("w", out=out)
-            assert kv.stats()[0]["keys"] + kv.stats()[1]["keys"] == 1
-            kv.close()
-        with pytest.raises(StoreClosed, match="was closed"):
-            kv.pull("w", out=out)
-        held.barrier()
-        if not session.rank:
-            until(lambda: all(len(each) <= 1 for each in stores(made)))
-            kept.add(held._backend._link.store)
-            found.extend(map(set, stores(made)))
-        held.barrier()
-        return out.tolist()
-
-    found: list[set[int]] = []
-    kept: set[int] = set()
-    with job(2, 2) as made:
-        assert made.run_sessions(script) == [[1.0] * 3] * 2
-    assert set().union(*found) == kept, "that which is not closed"
-
-
-def test_a_pull_that_was_not_waited_for_when_its_store_was_closed_has_its_value(job: Job) -> None:
+def test_a_pull_that_was_not_waited_for_when_its_store_was_closed_has_its_value(run_sessions: Run) -> None:
     def script(session: Any) -> Any:
         found = []
         for number in range(20):
@@ -175,5 +144,4 @@ def test_a_pull_that_was_not_waited_for_when_its_store_was_closed_has_its_value(
             found.append(bool((out == number).all()))
         return found
 
-    with job(2, 2) as made:
-        assert made.run_sessions(script) == [[True] * 20] * 2
+    assert run_sessions(script) == [[True] * 20] * 2

@@ -12,12 +12,16 @@ import pytest
 from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, PeerLost
-from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ps import statefile
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
+
+ONE_WAY = pytest.mark.parametrize(
+    ("job", "engine", "server_device"), [("inproc", "later", "cpu")], indirect=True
+)  # for what servers and paths have no part in
 
 PAIRS = {"even": [0, 2], "odd": [1, 3]}
 
@@ -38,7 +42,7 @@ def of_pair(session: Any, type_name: str = "dist_sync", **how: Any) -> Any:
     return open_store(type_name, session, group=name, members=PAIRS[name], **how)
 
 
-def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
+def test_each_group_has_ranks_rounds_and_barriers_of_its_own(run_sessions: Run) -> None:
     """The pairs run different numbers of rounds, and neither waits for the other."""
 
     def script(session: Any) -> tuple[int, int, list[int], list[float]]:
@@ -51,8 +55,7 @@ def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
         kv.barrier()
         return kv.rank, kv.num_workers, kv.members, pulled(kv)
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     assert found == [
         (0, 2, [0, 2], [4] * 4),
         (0, 2, [1, 3], [16] * 4),
@@ -61,7 +64,7 @@ def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
     ]
 
 
-def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job) -> None:
+def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(run_sessions: Run) -> None:
     """Each worker has the stores of two groups and that of all; the keys are the same, the values are not."""
     groups = {"low": [0, 1], "high": [2, 3], "ends": [0, 3], "middle": [1, 2]}
 
@@ -76,37 +79,14 @@ def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job)
                 kv.push("w", full(1 + session.rank))
         return {name: pulled(kv) for name, kv in stores.items()}
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     sums = {"low": 3, "high": 7, "ends": 5, "middle": 5}
     for rank, each in enumerate(found):
         own = {name: [sums[name]] * 4 for name, ranks in groups.items() if rank in ranks}
         assert each == {**own, "all": [10] * 4}
 
 
-def test_a_worker_alone_may_have_a_group_and_waits_for_no_other(job: Job, tmp_path: Path) -> None:
-    def script(session: Any) -> Any:
-        if session.rank != 1:
-            return None
-        kv = open_store("dist_sync", session, group="alone", members=[1])
-        kv.init("w", full(0))
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        for _ in range(3):
-            kv.push("w", full(1))
-        kv.barrier()
-        kv.save_states(tmp_path)
-        first = pulled(kv)
-        kv.join()
-        kv.load_states(tmp_path)
-        assert pulled(kv) == first
-        kv.close()
-        return kv.rank, kv.num_workers, first
-
-    with job(3, 2) as made:
-        assert made.run_sessions(script)[1] == (0, 1, [-(1 + 1.5 + 1.75)] * 4)
-
-
-def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(job: Job) -> None:
+def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(run_sessions: Run) -> None:
     """Worker 3 ends first, and worker 2 leaves; each time the others go on, among them or alone."""
 
     def script(session: Any) -> list[float]:
@@ -137,11 +117,10 @@ def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_
         trio.push("w", full(7))
         return pulled(trio)
 
-    with job(4, 2) as made:
-        assert made.run_sessions(script) == [[14] * 4, [14] * 4, [], []]
+    assert run_sessions(script, 4) == [[14] * 4, [14] * 4, [], []]
 
 
-def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job: Job) -> None:
+def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(run_sessions: Run) -> None:
     """One pair creates three stores, the other one; then all create theirs, closed and created again."""
 
     def script(session: Any) -> list[list[float]]:
@@ -156,14 +135,13 @@ def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job
             kv.push("w", full(10**place))
         return [pulled(kv) for kv in stores]
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     assert found[0] == found[2] == [[2] * 4, [2 * 10 + 2 * 1000] * 4]
     assert found[1] == found[3] == [[2] * 4, [20] * 4, [200] * 4, [2020] * 4]
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
-def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: Path, type_name: str) -> None:
+def test_each_group_has_a_rule_and_saved_states_of_its_own(run_sessions: Run, tmp_path: Path, type_name: str) -> None:
     """What one group saved, the other takes up: it has as many workers."""
 
     def script(session: Any) -> tuple[list[float], list[float]]:
@@ -188,41 +166,18 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
         kv.load_states(tmp_path / "even")
         return first, pulled(kv)
 
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script, 4)
     count = 2 if type_name == "dist_sync" else 1
     assert found[0] == found[2] == ([-count] * 4, [])
     assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
 
 
-def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other_stores(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = statefile.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(statefile, "write_manifest", write)
-        raise KeyboardInterrupt
-
-    def script(session: Any) -> list[float]:
-        first, second = (open_store("dist_sync", session, group=name, members=[0]) for name in "gh")
-        for number, kv in enumerate((first, second)):
-            kv.init("w", full(number))
-        monkeypatch.setattr(statefile, "write_manifest", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            first.save_states(tmp_path)
-        second.save_states(tmp_path)
-        first.load_states(tmp_path)
-        return pulled(first)
-
-    with job(1, 2) as made:
-        assert made.run_sessions(script) == [[1.0] * 4]
-
-
+@ONE_WAY
 @pytest.mark.parametrize(
     ("rank", "call", "function"),
     [
         (0, "save_states", "write_manifest"),
+        (0, "save_states", "write"),
         (1, "save_states", "write"),
         (0, "load_states", "read_manifest"),
         (1, "load_states", "read_residuals"),
@@ -230,7 +185,7 @@ def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
 def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_may_call_again(
-    job: Job,
+    run_sessions: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
@@ -267,8 +222,7 @@ def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_
         getattr(kv, call)(tmp_path)
         return kind, said
 
-    with job(2, 2) as made:
-        found = made.run_sessions(script)
+    found = run_sessions(script)
     assert found[rank] == (error.__name__, "too deep")
     kind, said = found[1 - rank]
     why = "it was interrupted by KeyboardInterrupt" if error is KeyboardInterrupt else "RecursionError: too deep"
@@ -277,33 +231,9 @@ def test_who_waits_for_a_worker_that_is_interrupted_at_its_file_is_told_and_all_
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-@pytest.mark.parametrize("function", ["write", "write_manifest"])
-def test_the_first_worker_removes_what_was_written_if_its_save_is_interrupted(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    usual = getattr(statefile, function)
-
-    def interrupted(*arguments: Any) -> Any:
-        if function == "write" and arguments[2] != statefile.worker_file(0):
-            return usual(*arguments)
-        raise KeyboardInterrupt
-
-    def script(session: Any) -> None:
-        kv = open_store("dist_sync", session)
-        kv.set_gradient_compression({"type": "2bit", "threshold": 4, "min_size": 0})
-        kv.init("w", full(1))
-        kv.push("w", full(1))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(statefile, function, interrupted)
-            kv.save_states(tmp_path)
-
-    with job(1, 2) as made:
-        made.run_sessions(script)
-    assert list(tmp_path.iterdir()) == []
-
-
+@ONE_WAY
 def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_sessions: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any) -> None:
         raise PeerLost("server-1 is lost")
@@ -319,8 +249,7 @@ def test_an_interrupt_of_a_save_is_not_lost_when_the_job_is(
             patch.setattr(kv._backend._link, "give_up", lost)
             kv.save_states(tmp_path)
 
-    with job(1, 1) as made:
-        made.run_sessions(script)
+    run_sessions(script, 1, 1)
 
 
 def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
@@ -358,65 +287,8 @@ def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_
     assert made.codes["scheduler"] == 1
 
 
-def test_a_worker_that_ends_is_missed_by_its_groups_only(job: Job) -> None:
-    def script(session: Any) -> None:
-        kv = of_pair(session)
-        kv.init("w", full(0))
-        kv.barrier()
-        if session.rank == 3:
-            return
-        kv.push("w", full(1))
-        if session.rank == 1:
-            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) has ended \(BYE\) without pushing round 1"):
-                pulled(kv)
-        else:
-            assert pulled(kv) == [2] * 4
-
-    with job(4, 2) as made:
-        made.run_sessions(script)
-
-
-def test_rounds_are_skipped_in_a_group_and_told_by_ranks_in_the_job(job: Job) -> None:
-    def script(session: Any) -> Any:
-        kv = of_pair(session)
-        kv.init("w", full(3))
-        if session.rank == 3:
-            return dict(kv.skip_round("w", {"why": "nan"}).skipped)
-        out = full(0)
-        return dict(kv.pushpull("w", full(1), out).skipped), out.tolist()
-
-    with job(4, 2) as made:
-        found = made.run_sessions(script)
-    notes = {1: None, 3: {"why": "nan"}}
-    assert found == [({}, [2] * 4), (notes, [0] * 4), ({}, [2] * 4), notes]
-
-
-@pytest.mark.parametrize("way", ["2bit", "rows", "deterministic", "wide"])
-def test_values_of_a_group_may_be_compressed_sparse_ordered_and_long(job: Job, way: str) -> None:
-    rows = np.eye(4, dtype=np.float32)
-
-    def script(session: Any) -> list[float]:
-        kv = of_pair(session, deterministic=way == "deterministic")
-        if way == "2bit":
-            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
-        count = 70000 if way == "wide" else 4
-        kv.init("w", RowSparse.from_dense(rows) if way == "rows" else full(0, count))
-        for number in (1, 1, 1) if way == "2bit" else (1, 2, 3):
-            if way == "rows":
-                kv.push("w", RowSparse(full(session.rank)[None], [kv.rank], (4, 4)))
-                out = np.zeros((4, 4), np.float32)
-                kv.pull("w", out)
-                assert [row[0] for row in out] == [kv.members[0], kv.members[1], 0, 0]
-            else:
-                kv.push("w", full(number, count))
-                assert set(pulled(kv, count=count)) == {2 * number}
-        return [float(kv.rank)]
-
-    with job(4, 2) as made:
-        assert made.run_sessions(script) == [[0], [0], [1], [1]]
-
-
-def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:
+@ONE_WAY
+def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(run_sessions: Run) -> None:
     def script(session: Any) -> list[float]:
         me = session.rank
         for members, text in (
@@ -442,5 +314,4 @@ def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothi
         kv.push("w", full(1))
         return pulled(kv)
 
-    with job(3, 2) as made:
-        assert made.run_sessions(script) == [[2] * 4, [], [2] * 4]
+    assert run_sessions(script, 3) == [[2] * 4, [], [2] * 4]

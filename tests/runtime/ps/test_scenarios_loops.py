@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster, open_store
+from cluster import DEADLINE_S, open_store
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
@@ -17,7 +16,7 @@ from distrun_runtime.transport.resend import kind_of
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
-Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 SHAPES = {"small": (5,), "medium": (300, 70), "large": (500, 500)}
 COUNTS_MESSAGES = True
@@ -25,9 +24,12 @@ HABIT = 3
 """Rounds after which pushes ask for their result."""
 
 
-def start(kv: Any) -> None:
+def start(kv: Any, rounds: int = HABIT) -> None:
+    """Initialise the keys and make so many rounds; then pushes ask for their results."""
     for key, shape in SHAPES.items():
         kv.init(key, np.zeros(shape, np.float32))
+    for number in range(rounds):
+        round_of(kv, number)
 
 
 def round_of(kv: Any, number: int) -> None:
@@ -63,26 +65,23 @@ def counting(session: Any) -> Counter[Any]:
     return counts
 
 
-def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_key(job: Job) -> None:
+def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_key(run_sessions: Run) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         counts = counting(session)
         for number in range(5):
             round_of(kv, 100 * number)
         assert counts[Kind.PUSH] == counts[Kind.PULL] == 0
         assert counts[Kind.PUSHPULL] >= 5 * len(SHAPES)
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
-def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) -> None:
+def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(run_sessions: Run) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_async", session)
-        start(kv)
+        start(kv, rounds=0)
         kv.set_optimizer("sgd", learning_rate=1.0)
         counts = counting(session)
         out = np.zeros(SHAPES["small"], np.float32)
@@ -92,18 +91,15 @@ def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) ->
         assert counts[Kind.PUSHPULL] == 0
         assert (out <= -8).all()
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(job: Job, waits: bool) -> None:
+def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(run: Run, waits: bool) -> None:
     """Worker 1 comes to the barrier before it pushes."""
 
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         ones = np.ones(SHAPES["large"], np.float32)
         if kv.rank == 0:
             kv.push("large", ones).wait()
@@ -120,19 +116,16 @@ def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(
         for number in range(HABIT):
             round_of(kv, number)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["at once", "after a pull"])
 def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_results_again(
-    job: Job, is_idle: bool
+    run_sessions: Run, is_idle: bool
 ) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("small", np.ones(SHAPES["small"], np.float32))
         if is_idle:
             # Then the next push goes by itself; otherwise it is gathered, as the end of the one before is under way.
@@ -146,30 +139,24 @@ def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_result
             round_of(kv, number)
         assert counts[Kind.PULL] < 20
 
-    with job(2, 2) as made:
-        made.run_sessions(script)
+    run_sessions(script)
 
 
-def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
+def test_what_was_assigned_after_a_push_is_pulled(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("medium", np.ones(SHAPES["medium"], np.float32))
         kv.assign("medium", np.full(SHAPES["medium"], 77, np.float32))
         out = np.zeros(SHAPES["medium"], np.float32)
         kv.pull("medium", out)
         assert (out == 77).all()
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: Job) -> None:
+def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.push("small", np.full(SHAPES["small"], 5, np.float32))
         other, out = np.zeros(SHAPES["medium"], np.float32), np.zeros(SHAPES["small"], np.float32)
         kv.pull("medium", other)
@@ -184,15 +171,12 @@ def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: J
         pending.wait(DEADLINE_S)
         assert all((each == 12).all() for each in outs)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(job: Job) -> None:
+def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         if kv.rank == 0:
             kv.push("small", np.full(SHAPES["small"], 9, np.float32))
         else:
@@ -201,15 +185,12 @@ def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_hav
         kv.pull("small", out)
         assert (out == 2 * (HABIT - 1) + 1).all()
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
+def test_what_a_rule_says_against_such_a_push_is_raised_once(run: Run) -> None:
     def script(kv: Any) -> None:
         start(kv)
-        for number in range(HABIT):
-            round_of(kv, number)
         kv.set_updater(refusing)
         for _ in range(2):
             kv.push("small", np.ones(SHAPES["small"], np.float32))
@@ -217,32 +198,8 @@ def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
                 kv.pull("small", np.zeros(SHAPES["small"], np.float32))
         kv.barrier()
 
-    with job(2, 1, imports=(__name__,)) as made:
-        made.run(script)
+    run(script, 2, 1, imports=(__name__,))
 
 
 def refusing(key: Any, received: Any, stored: Any) -> None:
     raise ValueError("refused by the updater")
-
-
-def test_two_threads_with_keys_of_their_own_get_their_sums(job: Job) -> None:
-    def script(kv: Any) -> None:
-        start(kv)
-        found: list[bool] = []
-
-        def loop(key: str) -> None:
-            out = np.zeros(SHAPES[key], np.float32)
-            for number in range(20):
-                kv.push(key, np.full(SHAPES[key], number, np.float32))
-                kv.pull(key, out)
-                found.append(bool((out == 2 * number).all()))
-
-        threads = [threading.Thread(target=loop, args=(key,)) for key in SHAPES]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert found == [True] * 60
-
-    with job(2, 2) as made:
-        made.run(script)

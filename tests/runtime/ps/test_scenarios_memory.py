@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store
+from cluster import Cluster, open_store, run_job
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 SHAPES = {"small": (5,), "medium": (300, 70), "large": (700, 1000), "long": (3 * (1 << 18) + 77,), "none": (0, 3)}
 """Three of them are cut into several pieces."""
@@ -50,7 +51,9 @@ def check(arrays: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(job: Job, deterministic: bool) -> None:
+def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(
+    run_sessions: Run, deterministic: bool
+) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session, deterministic=deterministic)
         grads, outs = filled(kv, 0.0), filled(kv, -1.0)
@@ -63,36 +66,11 @@ def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(job: J
         kv.pushpull(KEYS, grads)  # Into the gradients themselves.
         check(grads, 153)
 
-    with job(3, 2) as made:
-        made.run_sessions(script)
-
-
-def test_a_pushed_array_may_be_written_when_its_pending_was_waited_for_and_nobody_else_has_to_come(job: Job) -> None:
-    """Worker 1 pushes only when worker 0 has overwritten what it pushed."""
-    is_written = threading.Event()
-
-    def script(kv: Any) -> None:
-        arrays = filled(kv, 1.0)
-        kv.init(KEYS, arrays)
-        if kv.rank == 0:
-            pushed = kv.push(KEYS, arrays, wait=False)
-            pushed.wait()
-            for array in arrays:
-                array.fill(1000.0)
-            is_written.set()
-        else:
-            assert is_written.wait(60)
-            kv.push(KEYS, arrays)
-        outs = filled(kv, 0.0)
-        kv.pull(KEYS, outs)
-        check(outs, 2.0)
-
-    with job(2, 2) as made:
-        made.run(script)
+    run_sessions(script, 3)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_push_takes_the_values_that_the_arrays_had(job: Job, waits: bool) -> None:
+def test_a_push_takes_the_values_that_the_arrays_had(run: Run, waits: bool) -> None:
     """Ten rounds ahead of the other worker, in one array that is written again each time."""
     is_ahead = threading.Event()
 
@@ -114,11 +92,10 @@ def test_a_push_takes_the_values_that_the_arrays_had(job: Job, waits: bool) -> N
         kv.pull(KEYS, outs)
         check(outs, 20)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_what_a_view_shows_stays_while_later_rounds_go_on(job: Job) -> None:
+def test_what_a_view_shows_stays_while_later_rounds_go_on(run: Run) -> None:
     """Worker 0 looks at round 3 until all have pushed and pulled rounds 4 to 6."""
 
     def script(kv: Any) -> None:
@@ -141,11 +118,10 @@ def test_what_a_view_shows_stays_while_later_rounds_go_on(job: Job) -> None:
             check(seen, 6)
         kv.barrier()
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_view_of_a_rule_shows_weights_that_no_later_step_changes(job: Job) -> None:
+def test_a_view_of_a_rule_shows_weights_that_no_later_step_changes(run: Run) -> None:
     def script(kv: Any) -> None:
         arrays = filled(kv, 0.0)
         kv.init(KEYS, arrays)
@@ -161,11 +137,10 @@ def test_a_view_of_a_rule_shows_weights_that_no_later_step_changes(job: Job) -> 
         for step, seen in enumerate(kept, 1):
             check(seen, 2 * step)
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
-def test_a_view_is_read_only_and_has_one_array_for_each_key(job: Job) -> None:
+def test_a_view_is_read_only_and_has_one_array_for_each_key(run: Run) -> None:
     def script(kv: Any) -> None:
         kv.init(KEYS, filled(kv, 4.0))
         with kv.view(KEYS[::-1]) as seen:
@@ -183,11 +158,10 @@ def test_a_view_is_read_only_and_has_one_array_for_each_key(job: Job) -> None:
         with pytest.raises(KVError, match="'other'"), kv.view("other"):
             raise AssertionError
 
-    with job(1, 2) as made:
-        made.run(script)
+    run(script, 1)
 
 
-def test_a_view_of_rows_and_of_compressed_values_is_what_a_pull_gives(job: Job) -> None:
+def test_a_view_of_rows_and_of_compressed_values_is_what_a_pull_gives(run: Run) -> None:
     def script(kv: Any) -> None:
         table = RowSparse(np.full((2, 3), 7.0, np.float32), [1, 4], (6, 3))
         kv.init("table", table)
@@ -201,8 +175,7 @@ def test_a_view_of_rows_and_of_compressed_values_is_what_a_pull_gives(job: Job) 
                 assert np.array_equal(seen, out)
                 assert not seen.flags.writeable
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
 def test_a_view_that_is_held_costs_one_more_copy_of_the_values_and_not_one_a_round(job: Job) -> None:
@@ -229,7 +202,7 @@ def test_a_view_that_is_held_costs_one_more_copy_of_the_values_and_not_one_a_rou
                 assert len(values.lent) <= 4
 
 
-def test_an_asynchronous_store_takes_and_shows_values_too(job: Job) -> None:
+def test_an_asynchronous_store_takes_and_shows_values_too(run: Run) -> None:
     def script(kv: Any) -> None:
         arrays = filled(kv, 0.0)
         kv.init(KEYS, arrays)
@@ -250,45 +223,10 @@ def test_an_asynchronous_store_takes_and_shows_values_too(job: Job) -> None:
         kv.pushpull(KEYS, arrays, out=outs)
         check(outs, 2.0)
 
-    with job(2, 2) as made:
-        made.run(script, "dist_async")
+    run(script, type_name="dist_async")
 
 
-def test_a_pushpull_of_one_call_and_of_two_give_the_same_also_mixed(job: Job) -> None:
-    """One worker uses pushpull, the other push and pull."""
-
-    def script(kv: Any) -> None:
-        arrays, outs = filled(kv, 0.0), filled(kv, 0.0)
-        kv.init(KEYS, arrays)
-        for step in range(1, 9):
-            for array in arrays:
-                array.fill(step)
-            if (step + kv.rank) % 2:
-                kv.pushpull(KEYS, arrays, out=outs)
-            else:
-                kv.push(KEYS, arrays)
-                kv.pull(KEYS, outs)
-            check(outs, 2 * step)
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
-def test_arrays_stay_usable_when_the_store_is_closed(job: Job) -> None:
-    def script(kv: Any) -> Any:
-        arrays = filled(kv, 3.0)
-        kv.init(KEYS, arrays)
-        kv.close()
-        return arrays
-
-    with job(1, 1) as made:
-        [arrays] = made.run(script)
-    check(arrays, 3.0)
-    arrays[0].fill(4.0)
-
-
-@pytest.mark.parametrize("name", ["local", "dist_sync"])
-def test_what_is_no_shape_or_dtype_is_named(job: Job, name: str) -> None:
+def test_what_is_no_shape_or_dtype_is_named() -> None:
     def script(kv: Any) -> None:
         for arguments, text in (
             (((3,), "float33"), "float33"),
@@ -300,14 +238,11 @@ def test_what_is_no_shape_or_dtype_is_named(job: Job, name: str) -> None:
             with pytest.raises(KVError, match=text):
                 kv.empty(*arguments)
 
-    if name == "local":
-        script(create("local"))
-        return
-    with job(1, 1) as made:
-        made.run(script)
+    script(create("local"))
+    run_job(script, 1, 1)
 
 
-def test_arrays_of_all_types_can_be_had_and_viewed(job: Job) -> None:
+def test_arrays_of_all_types_can_be_had_and_viewed(run: Run) -> None:
     def script(kv: Any) -> None:
         for dtype in dtypes.NAMES:
             array = kv.empty((700, 300), dtype)
@@ -317,8 +252,7 @@ def test_arrays_of_all_types_can_be_had_and_viewed(job: Job) -> None:
                 assert seen.dtype == array.dtype, dtype
                 assert np.array_equal(seen.view(np.uint8), array.view(np.uint8)), dtype
 
-    with job(1, 2) as made:
-        made.run(script)
+    run(script, 1)
 
 
 def test_a_local_store_has_arrays_and_views_too() -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster
-
-from distrun_runtime.errors import StoreClosed
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
-Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 SHAPES: dict[str, tuple[int, ...]] = {
     **{"a": (2, 3), "b": (50,), "c": (7, 2), "scalar": (), "empty": (0, 3)},
@@ -53,42 +49,9 @@ def expected(keys: list[str], value: float) -> list[float]:
     return [value if full(key, 0).size else 0.0 for key in keys]
 
 
-def test_many_keys_in_one_call_come_in_any_order(job: Job) -> None:
-    keys = ["k%d" % number for number in range(200)]
-
-    def script(kv: Any) -> None:
-        chance = random.Random(kv.rank)
-        kv.init(keys, [np.zeros((number % 7, 3), np.float32) for number in range(200)])
-        for step in range(1, 4):
-            order = chance.sample(range(200), 200)
-            kv.push([keys[n] for n in order], [np.full((n % 7, 3), (kv.rank + 1) * n * step, "f4") for n in order])
-            order = chance.sample(range(200), 200)
-            outs = [np.full((n % 7, 3), -1, np.float32) for n in order]
-            kv.pull([keys[n] for n in order], outs)
-            assert [(n, out.tolist()) for n, out in zip(order, outs, strict=True) if (out != 3 * n * step).any()] == []
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
-def test_workers_group_the_keys_of_a_round_as_they_like(job: Job) -> None:
-    """Worker 0 pushes all in one call, worker 1 each alone in another order, worker 2 in two calls."""
-
-    def script(kv: Any) -> None:
-        zeros(kv, KEYS)
-        for step in range(1, 4):
-            groups = [[KEYS], [[key] for key in reversed(KEYS)], [KEYS[3:], KEYS[:3]]][kv.rank]
-            for group in groups:
-                kv.push(group, [full(key, 10**kv.rank * step) for key in group])
-            assert pulled(kv, KEYS) == expected(KEYS, 111 * step)
-
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("rule", [None, "test"])
-def test_rounds_are_exact_for_random_groups_in_random_orders(job: Job, rule: str | None, seed: int) -> None:
+def test_rounds_are_exact_for_random_groups_in_random_orders(run: Run, rule: str | None, seed: int) -> None:
     """Each worker pushes each key once a round, in groups and an order of its own, with pulls between its pushes.
 
     It waits for all of them at the end, so that a fast worker is some rounds ahead.
@@ -116,67 +79,10 @@ def test_rounds_are_exact_for_random_groups_in_random_orders(job: Job, rule: str
             assert [number_in(out) for out in outs] == expected(group, total)
         assert pulled(kv, KEYS) == expected(KEYS, 111 * (sum(range(1, rounds + 1)) if rule else rounds))
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
-def test_rounds_of_a_fast_worker_are_summed_apart(job: Job) -> None:
-    """Worker 0 pushes three rounds, and pulls each, before worker 1 pushes one."""
-    ahead = threading.Event()
-
-    def script(kv: Any) -> None:
-        keys = ["a", "b", "wide"]
-        zeros(kv, keys)
-        if kv.rank == 0:
-            outs = [[full(key, -1) for key in keys] for _ in range(3)]
-            pending = []
-            for step in range(3):
-                kv.push(keys, [full(key, step + 1) for key in keys])
-                pending.append(kv.pull(keys, outs[step], wait=False))
-            ahead.set()
-            for each in pending:
-                each.wait()
-            assert [[number_in(out) for out in each] for each in outs] == [[11.0] * 3, [22.0] * 3, [33.0] * 3]
-        else:
-            assert ahead.wait(DEADLINE_S)
-            for step in range(3):
-                kv.push(keys[::-1], [full(key, 10 * (step + 1)) for key in keys[::-1]])
-                assert pulled(kv, keys) == [11.0 * (step + 1)] * 3
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_a_pull_that_waits_for_one_key_has_the_others_as_of_their_rounds(job: Job) -> None:
-    """Key a goes a round on while the pull of worker 0 waits for key b."""
-    asked = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "b"])
-        if kv.rank == 0:
-            kv.push(["a", "b"], [full("a", 1), full("b", 2)])
-            outs = [full("a", -1), full("b", -1)]
-            pending = kv.pull(["a", "b"], outs, wait=False)
-            kv.push("a", full("a", 100))
-            asked.set()
-            assert pulled(kv, ["a"]) == [300]
-            assert not pending.is_done
-            kv.barrier()
-            pending.wait()
-            assert [number_in(out) for out in outs] == [11, 22]
-        else:
-            assert asked.wait(DEADLINE_S)
-            kv.push("a", full("a", 10))
-            kv.push("a", full("a", 200))
-            assert pulled(kv, ["a"]) == [300]
-            kv.barrier()
-            kv.push("b", full("b", 20))
-
-    with job(2, 2) as made:
-        made.run(script)
-
-
-def test_a_pull_without_a_push_reads_the_present_and_never_waits(job: Job) -> None:
+def test_a_pull_without_a_push_reads_the_present_and_never_waits(run: Run) -> None:
     def script(kv: Any) -> None:
         zeros(kv, ["a", "b"])
         if kv.rank == 0:
@@ -187,14 +93,13 @@ def test_a_pull_without_a_push_reads_the_present_and_never_waits(job: Job) -> No
             kv.push("a", full("a", 10))
         assert pulled(kv, ["b", "a"]) == [0, 11]
 
-    with job(2, 2) as made:
-        made.run(script)
+    run(script)
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
-    job: Job, servers: int, rule: str | None
+    run: Run, servers: int, rule: str | None
 ) -> None:
     """Values of 5 MiB. Worker 0 leaves its pulls open while later rounds are applied to the same value."""
     rounds, count = 5, 5 * MIB // 4
@@ -215,73 +120,13 @@ def test_large_values_are_whole_and_of_their_round_however_late_they_are_read(
         totals = [11.0 * (step + 1) for step in range(rounds)]
         assert [number_in(out) for out in outs] == (np.cumsum(totals).tolist() if rule else totals)
 
-    with job(2, servers, bigarray_bound=MIB) as made:
-        made.run(script)
-
-
-def test_small_and_large_values_in_one_call(job: Job) -> None:
-    """From nothing to 9 MiB, in one list."""
-    sizes = [0, 1, 3, 1000, MIB, MIB + 1, 9 * MIB // 4]
-
-    def script(kv: Any) -> None:
-        keys = list(range(len(sizes)))
-        kv.init(keys, [np.zeros(size, np.float32) for size in sizes])
-        values = [np.arange(size, dtype=np.float32) % 1000 * (kv.rank + 1) for size in sizes]
-        outs = [np.full(size, -1, np.float32) for size in sizes]
-        for _ in range(2):
-            kv.pushpull(keys, values, outs)
-            for out, size in zip(outs, sizes, strict=True):
-                assert np.array_equal(out, np.arange(size, dtype=np.float32) % 1000 * 3)
-        kv.pushpull(keys, values)
-        assert all(np.array_equal(one, other) for one, other in zip(values, outs, strict=True))
-
-    with job(2, 2, bigarray_bound=MIB) as made:
-        made.run(script)
-
-
-@pytest.mark.parametrize("rule", [None, "test", "sgd", "adam"])
-def test_pushed_arrays_are_never_written_and_may_be_changed_at_once(job: Job, rule: str | None) -> None:
-    def script(kv: Any) -> Any:
-        zeros(kv, ["a", "wide"])
-        if rule:
-            kv.set_optimizer(rule)
-        kv.barrier()
-        gradients = [full(key, kv.rank + 1) for key in ("a", "wide")]
-        for _ in range(2):
-            kv.push(["a", "wide"], gradients)
-            for gradient in gradients:
-                gradient[...] = 1e9
-            found = pulled(kv, ["a", "wide"])
-            assert [number_in(gradient) for gradient in gradients] == [1e9, 1e9]
-            gradients = [full(key, kv.rank + 1) for key in ("a", "wide")]
-        return found
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        one, other = made.run(script)
-    assert one == other
-    assert one[0] == one[1]
-    if rule in (None, "test"):
-        assert one == ([6.0, 6.0] if rule else [3.0, 3.0])
-
-
-def test_assigned_values_come_between_rounds_and_are_no_round(job: Job) -> None:
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "wide"])
-        kv.push(["a", "wide"], [full("a", 1), full("wide", 1)])
-        assert pulled(kv, ["a", "wide"]) == [2, 2]
-        kv.assign(["wide", "a"], [full("wide", 5 + kv.rank), full("a", 7 + kv.rank)])
-        assert pulled(kv, ["a", "wide"]) == [7, 5], "rank 0's values"
-        kv.push(["a", "wide"], [full("a", 3), full("wide", 3)])
-        assert pulled(kv, ["a", "wide"]) == [6, 6]
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 2, servers, bigarray_bound=MIB)
 
 
 # Workers that join and leave
 
 
-def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
+def test_workers_join_in_the_middle_of_open_rounds(run: Run) -> None:
     """Each has made another number of rounds, without a pull in between; the last pushes of the others count."""
 
     def script(kv: Any) -> None:
@@ -295,43 +140,13 @@ def test_workers_join_in_the_middle_of_open_rounds(job: Job) -> None:
         kv.push(["a", "wide"], [full("a", 1), full("wide", 1)])
         assert pulled(kv, ["a", "wide"]) == [3, 3], "they begin anew together"
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_a_worker_leaves_in_the_middle_of_open_rounds(job: Job) -> None:
-    """It has pushed one round of three; the others' rounds go on with what is there."""
-    left = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "wide"])
-        if kv.rank == 2:
-            kv.push("a", full("a", 100))
-            kv.leave()
-            with pytest.raises(StoreClosed):
-                kv.push("a", full("a", 100))
-            left.set()
-            return
-        outs, pending = [full("a", -1) for _ in range(3)], []
-        for step in range(3):
-            kv.push("a", full("a", 10**kv.rank * (step + 1)))
-            pending.append(kv.pull("a", outs[step], wait=False))
-        assert left.wait(DEADLINE_S)
-        for each in pending:
-            each.wait()
-        assert [number_in(out) for out in outs] == [111, 22, 33]
-        kv.push("wide", full("wide", 1))
-        assert pulled(kv, ["wide"]) == [2]
-        kv.barrier()
-
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 # Asynchronous stores
 
 
-def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(job: Job) -> None:
+def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(run: Run) -> None:
     rounds = 10
 
     def script(kv: Any) -> None:
@@ -350,35 +165,4 @@ def test_async_pushes_of_groups_are_applied_on_arrival_and_none_is_lost(job: Job
         kv.barrier()
         assert pulled(kv, KEYS) == expected(KEYS, 3 * rounds)
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script, "dist_async")
-
-
-def test_a_pull_waits_while_another_worker_is_further_behind_than_the_bound(job: Job) -> None:
-    asked = threading.Event()
-
-    def script(kv: Any) -> None:
-        zeros(kv, ["a", "b"])
-        kv.set_optimizer("test")
-        kv.barrier()
-        if kv.rank == 0:
-            for step in (1, 2):
-                kv.push("a", full("a", 1))
-                assert pulled(kv, ["a"]) == [step], "worker 1 is at most two pushes behind"
-            kv.push("a", full("a", 1))
-            out = full("a", -1)
-            pending = kv.pull("a", out, wait=False)
-            kv.push("b", full("b", 1))
-            assert pulled(kv, ["b"]) == [1], "key b has a bound of its own"
-            while not sum(facts["queue"] for facts in kv.stats()):
-                assert not pending.is_done
-            asked.set()
-            pending.wait()
-            assert number_in(out) == 13
-        else:
-            assert asked.wait(DEADLINE_S)
-            kv.push("a", full("a", 10))
-        kv.barrier()
-
-    with job(2, 2) as made:
-        made.run(script, "dist_async", staleness=2)
+    run(script, 3, bigarray_bound=BOUND, type_name="dist_async")

@@ -17,6 +17,7 @@ from distrun_runtime.store.values import RowSparse
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 BOUND = 50
 """Elements from which a value is cut over all servers here."""
@@ -120,51 +121,7 @@ def test_16_bit_weights_and_their_masters_come_back_bit_by_bit(job: Job, dtype: 
     assert found[0] == found[1]
 
 
-def test_what_was_never_updated_has_no_state_after_loading(job: Job, tmp_path: Path) -> None:
-    def script(kv: Any) -> Any:
-        start(kv, "sgd", "float32")
-        if not (tmp_path / "manifest.json").exists():
-            kv.barrier()
-            kv.save_states(tmp_path)
-        else:
-            kv.barrier()
-            for number in (7, 8):
-                step(kv, "float32", number)
-            kv.load_states(tmp_path)
-        step(kv, "float32", 1)
-        step(kv, "float32", 2)
-        return values(kv, "float32")
-
-    found = []
-    for servers in (2, 3):
-        with job(2, servers, bigarray_bound=BOUND) as made:
-            found.append(made.run(script)[0])
-    assert found[0] == found[1], "the momentum of the rounds before the load is in none"
-
-
-def test_a_rule_that_knows_less_takes_what_it_knows(job: Job, tmp_path: Path) -> None:
-    """The momentum is dropped; weights are those that were saved."""
-
-    def save(kv: Any) -> Any:
-        return train_and_save(tmp_path, "sgd", "float32")(kv)
-
-    def load(kv: Any) -> Any:
-        kv.init(list(SHAPES), [np.zeros(shape, np.float32) for shape in SHAPES.values()])
-        kv.init("rows", RowSparse.empty((30, 4)))
-        kv.set_optimizer("sgd", learning_rate=0.1)
-        kv.load_states(tmp_path)
-        loaded = values(kv, "float32")
-        kv.push("small", np.zeros(7, np.float32))
-        assert values(kv, "float32") == loaded, "a gradient of zeros moves nothing without momentum"
-        return loaded
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        saved = made.run(save)[0][0]
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        assert made.run(load) == [saved, saved]
-
-
-def test_what_compressed_answers_left_out_comes_after_a_load_too(job: Job, tmp_path: Path) -> None:
+def test_what_compressed_answers_left_out_comes_after_a_load_too(run: Run, tmp_path: Path) -> None:
     """A sum of 1 travels back as 0.5; the half that is left out is saved, and comes with the next round's zeros."""
 
     def script(kv: Any) -> list[float]:
@@ -184,7 +141,5 @@ def test_what_compressed_answers_left_out_comes_after_a_load_too(job: Job, tmp_p
                 kv.save_states(tmp_path)
         return seen
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        assert made.run(script) == [[0.5, 0.5, 0.0]] * 2
-    with job(2, 1, bigarray_bound=BOUND) as made:
-        assert made.run(script) == [[0.5, 0.0]] * 2
+    assert run(script, bigarray_bound=BOUND) == [[0.5, 0.5, 0.0]] * 2
+    assert run(script, 2, 1, bigarray_bound=BOUND) == [[0.5, 0.0]] * 2

@@ -18,6 +18,7 @@ from distrun_runtime.store.values import RowSparse
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
+Run = Callable[..., list[Any]]
 
 BOUND = 100
 """Elements from which a value is cut over all servers here."""
@@ -44,7 +45,7 @@ def rows(shape: tuple[int, ...], numbers: Any, value: Any, dtype: str = "float32
 # Element types and shapes
 
 
-def test_values_of_all_types_are_summed_in_one_call(job: Job) -> None:
+def test_values_of_all_types_are_summed_in_one_call(run: Run) -> None:
     """Each type in a small value and in one that lies on both servers; every second push is of a transposed array."""
     keys = [(name, shape) for name in dtypes.NAMES if name != "bool" for shape in ((3,), (20, 11))]
 
@@ -70,13 +71,12 @@ def test_values_of_all_types_are_summed_in_one_call(job: Job) -> None:
             kv.push(names, pushed)
             check(30 + 3 * step, 3)
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("rule", [None, "test"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(job: Job, dtype: str, rule: str | None) -> None:
+def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(run: Run, dtype: str, rule: str | None) -> None:
     """Where each step is rounded, each small one is lost: the next number above `large` is further away than 1."""
     large = {"float16": 2048, "bfloat16": 256}[dtype]
 
@@ -89,57 +89,7 @@ def test_16_bit_contributions_are_summed_in_float32_and_rounded_once(job: Job, d
         assert (pulled(kv, "s", (3,), dtype) == large + 4).all()
         assert (pulled(kv, "w", (20, 11), dtype) == large + 4).all()
 
-    with job(5, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_sums_beyond_the_range_of_a_type_are_infinite_or_wrap_around(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init(["h", "f", "i"], [of(0, "float16", (2,)), of(0, "float32", (2,)), of(0, "int8", (2,))])
-        kv.push(
-            ["h", "f", "i"], [of([6e4, 1], "float16", (2,)), of([3e38, 1], "float32", (2,)), of([100, 1], "int8", (2,))]
-        )
-        assert pulled(kv, "h", (2,), "float16").tolist() == [np.inf, 2]
-        assert pulled(kv, "f", (2,)).tolist() == [np.inf, 2]
-        assert pulled(kv, "i", (2,), "int8").tolist() == [-56, 2]
-
-    with job(2, 1) as made:
-        made.run(script)
-
-
-def test_values_without_elements_or_dimensions_and_strided_ones_share_a_call(job: Job) -> None:
-    def script(kv: Any) -> None:
-        base = np.arange(200, dtype=np.float32).reshape(10, 20)
-        first = {"scalar": np.float32(2), "none": np.zeros((0, 3), "f4"), "strided": base[::2, ::3], "flat": base[0]}
-        keys = list(first)
-        kv.init(keys, list(first.values()))
-        for _ in range(2):
-            order = keys if kv.rank else keys[::-1]
-            kv.push(order, [first[key] for key in order])
-            wide = np.zeros((10, 20), np.float32)
-            outs = {"scalar": np.zeros((), "f4"), "none": np.zeros((0, 3), "f4"), "strided": wide[::2, ::3]}
-            outs["flat"] = np.zeros(20, np.float32)
-            kv.pull(keys, [outs[key] for key in keys])
-            assert outs["scalar"] == 4
-            assert (wide[::2, ::3] == 2 * base[::2, ::3]).all()
-            assert not wide[1].any()
-            assert not wide[:, 1].any(), "what lies between is left alone"
-            assert (outs["flat"] == 2 * base[0]).all()
-
-    with job(2, 2, bigarray_bound=20) as made:
-        made.run(script)
-
-
-def test_a_value_without_elements_has_rounds_of_its_own(job: Job) -> None:
-    def script(kv: Any) -> list[int]:
-        kv.init("none", np.zeros(0, np.float32))
-        kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.5)
-        for _ in range(3):
-            kv.pushpull("none", np.zeros(0, np.float32))
-        return [facts["rounds"] for facts in kv.stats()]
-
-    with job(2, 1) as made:
-        assert made.run(script) == [[3], [3]]
+    run(script, 5, bigarray_bound=BOUND)
 
 
 # Rows
@@ -148,7 +98,7 @@ def test_a_value_without_elements_has_rounds_of_its_own(job: Job) -> None:
 TABLE = (40, 6)
 
 
-def test_rows_and_dense_contributions_to_one_key_make_one_sum(job: Job) -> None:
+def test_rows_and_dense_contributions_to_one_key_make_one_sum(run: Run) -> None:
     """Worker 0 pushes the whole value, worker 1 rows, worker 2 none; beside a dense key in the same call."""
 
     def script(kv: Any) -> None:
@@ -164,25 +114,11 @@ def test_rows_and_dense_contributions_to_one_key_make_one_sum(job: Job) -> None:
             kv.row_sparse_pull("t", out, row_ids=[39, 0, 3])
             assert out[:, 0].tolist() == [11, 1, 11]
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_a_round_of_rows_assigns_their_sum_and_one_without_any_assigns_zeros(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init("t", RowSparse.from_dense(np.full(TABLE, 9, "f4")))
-        kv.push("t", rows(TABLE, [5 * kv.rank, 7], kv.rank + 1))
-        found = pulled(kv, "t", TABLE)
-        assert (found[0, 0], found[5, 0], found[7, 0], found.sum()) == (1, 2, 3, 6 * 6)
-        kv.push("t", RowSparse.empty(TABLE))
-        assert not pulled(kv, "t", TABLE).any()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("dtype", ["float64", *HALVES, "int8"])
-def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) -> None:
+def test_rows_of_other_types_are_summed_like_dense_values(run: Run, dtype: str) -> None:
     large = {"float16": 2048, "bfloat16": 256, "int8": 100, "float64": 1}[dtype]
 
     def script(kv: Any) -> None:
@@ -195,70 +131,14 @@ def test_rows_of_other_types_are_summed_like_dense_values(job: Job, dtype: str) 
         kv.row_sparse_pull("t", some, row_ids=[22, 3, 1])
         assert np.array_equal(dtypes.widen(some.values), found[[1, 3, 22]])
 
-    with job(3, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-@pytest.mark.parametrize(("name", "params"), [("sgd", {"momentum": 0.5}), ("adam", {}), ("adagrad", {})])
-def test_a_round_of_rows_touches_only_these_rows_of_weight_and_state(
-    job: Job, name: str, params: dict[str, Any]
-) -> None:
-    """Other rows neither decay nor move on by momentum; what they do next is as if the round had not been."""
-
-    def script(kv: Any) -> Any:
-        kv.init(["t", "u"], [RowSparse.from_dense(np.ones(TABLE, "f4")), RowSparse.from_dense(np.ones(TABLE, "f4"))])
-        kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
-        for key in ("t", "u"):
-            kv.push(key, rows(TABLE, [0, 1], 1))
-        before = pulled(kv, "t", TABLE)
-        kv.push("t", rows(TABLE, [1], 1) if kv.rank else RowSparse.empty(TABLE))
-        after = pulled(kv, "t", TABLE)
-        changed = (after != before).any(axis=1)
-        assert np.flatnonzero(changed).tolist() == [1]
-        if name != "adam":  # adam counts the rounds of the value
-            for key in ("t", "u"):
-                kv.push(key, rows(TABLE, [0], 1))
-            assert np.array_equal(pulled(kv, "t", TABLE)[0], pulled(kv, "u", TABLE)[0])
-        return after
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        one, other = made.run(script)
-    assert np.array_equal(one, other)
+    run(script, 3, bigarray_bound=BOUND)
 
 
 # Compression and scales
 
 
-def test_compressed_and_plain_keys_share_a_call(job: Job) -> None:
-    """Each key by another codec, one by none, one of integers."""
-    kinds = ["2bit", "1bit", "1bit_scaled", "fp16", "topk", "none"]
-
-    def script(kv: Any) -> None:
-        for kind in kinds[:-1]:
-            kv.set_gradient_compression({"type": kind, "min_size": 0}, keys=kind)
-        kv.set_gradient_compression({"type": "1bit", "min_size": 0, "threshold": 0.0}, keys="1bit")
-        keys = [*kinds, "ints"]
-        values = [np.full((20, 11), 0.5, np.float32) for _ in kinds] + [np.full((20, 11), 3)]
-        kv.init(keys, [np.zeros_like(value) for value in values])
-        order = list(range(len(keys))) if kv.rank else list(range(len(keys)))[::-1]
-        outs = [np.zeros_like(value) for value in values]
-        kv.push([keys[n] for n in order], [values[n] for n in order])
-        kv.pull(keys, outs)
-        found = dict(zip(keys, outs, strict=True))
-        assert (found["2bit"] == 1).all(), "each worker sends the threshold"
-        assert (found["1bit"] == 2).all(), "each worker sends the sign of what is above 0"
-        assert np.allclose(found["1bit_scaled"], 1)
-        assert (found["fp16"] == 1).all()
-        assert 0 < np.count_nonzero(found["topk"]) < 220, "the largest, and no others"
-        assert (found["none"] == 1).all()
-        assert (found["ints"] == 6).all()
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", *HALVES])
-def test_each_contribution_is_multiplied_by_its_own_scale(job: Job, dtype: str) -> None:
+def test_each_contribution_is_multiplied_by_its_own_scale(run: Run, dtype: str) -> None:
     """A whole value of one worker, rows of another, a compressed one beside them."""
 
     def script(kv: Any) -> None:
@@ -278,11 +158,10 @@ def test_each_contribution_is_multiplied_by_its_own_scale(job: Job, dtype: str) 
         with pytest.raises(KVError, match="scale"):
             kv.push("w", gradients[0], scale=float("inf"))
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
+    run(script, bigarray_bound=BOUND)
 
 
-def test_async_pushes_take_rows_codecs_and_scales(job: Job) -> None:
+def test_async_pushes_take_rows_codecs_and_scales(run: Run) -> None:
     def script(kv: Any) -> None:
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0}, keys="c")
         kv.init(["t", "c"], [RowSparse.from_dense(np.ones(TABLE, "f4")), np.ones(TABLE, "f4")])
@@ -295,15 +174,14 @@ def test_async_pushes_take_rows_codecs_and_scales(job: Job) -> None:
         assert found[:, 0].tolist() == [0.5 if row in (4, 5) else 1 for row in range(40)]
         assert (pulled(kv, "c", TABLE) == 0.5).all()
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script, "dist_async")
+    run(script, bigarray_bound=BOUND, type_name="dist_async")
 
 
 # Rules
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(job: Job, dtype: str) -> None:
+def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(run: Run, dtype: str) -> None:
     def script(kv: Any) -> None:
         kv.init(["s", "w"], [of(1, dtype, (3,)), of(1, dtype, TABLE)])
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5, multi_precision=True)
@@ -314,48 +192,7 @@ def test_an_assigned_16_bit_value_keeps_the_rules_state_and_renews_its_master(jo
             if not expected:
                 kv.assign(["s", "w"], [of(8, dtype, (3,)), of(8, dtype, TABLE)])
 
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_another_rule_keeps_the_state_that_both_know_and_none_forgets_it(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init(["s", "w"], [np.zeros(3, "f4"), np.zeros(TABLE, "f4")])
-
-        def round_of(value: float) -> float:
-            kv.push(["w", "s"], [np.full(TABLE, value / 2, "f4"), np.full(3, value / 2, "f4")])
-            found, other = pulled(kv, "s", (3,)), pulled(kv, "w", TABLE)
-            assert (other == found[0]).all()
-            kv.barrier()
-            return float(found[0])
-
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        assert round_of(4) == -4
-        if kv.rank == 0:
-            kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5, replace=True)
-        kv.barrier()
-        assert round_of(4) == -8, "v = 0.5 * -4 - 0.5 * 4"
-        if kv.rank == 0:
-            kv.set_updater(None)
-        kv.barrier()
-        assert round_of(1) == 1, "without a rule the sum is assigned"
-        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        kv.barrier()
-        assert round_of(1) == 0, "nothing is left of the momentum"
-
-    with job(2, 2, bigarray_bound=BOUND) as made:
-        made.run(script)
-
-
-def test_integers_are_stepped_by_a_rule_of_whole_numbers(job: Job) -> None:
-    def script(kv: Any) -> None:
-        kv.init("i", np.full(3, 100, np.int8))
-        kv.set_optimizer("test", rescale_grad=2)
-        kv.push("i", np.full(3, 10, np.int8))
-        assert pulled(kv, "i", (3,), "int8").tolist() == [-116] * 3, "140 wraps around"
-
-    with job(2, 1) as made:
-        made.run(script)
+    run(script, bigarray_bound=BOUND)
 
 
 @pytest.mark.parametrize("codec", [None, "fp16"])

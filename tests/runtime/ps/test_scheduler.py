@@ -14,6 +14,13 @@ from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 
+
+@pytest.fixture
+def job() -> Job:
+    """A scheduler to whom two workers and a server have come."""
+    return Job()
+
+
 # Registration
 
 
@@ -152,18 +159,6 @@ def test_on_a_schedulers_own_host_only_its_users_programs_count() -> None:
     assert finish(job.tick(1020)) is not None
 
 
-def test_a_program_with_another_protocol_is_said_once_and_harms_no_job_that_has_workers() -> None:
-    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7",))
-    assert logs(job.scheduler.handle(PS_LITE, 1)) != []
-    assert logs(job.scheduler.handle(PS_LITE, 2)) == []
-    job.register("w0", "worker", 0)
-    job.now = 15
-    job.register("w1", "worker", 1)
-    job.register("s0", "server", 0)
-    for now in (21, 1000):
-        assert finish(job.tick(now)) is None
-
-
 @pytest.mark.parametrize("came_at", [1, 50], ids=["before all were here", "in the middle of the training"])
 def test_a_program_with_another_protocol_never_ends_a_job_that_has_opened(came_at: float) -> None:
     """Its deadline passed during the training, and was found when the last worker had ended."""
@@ -268,8 +263,7 @@ def test_the_log_says_who_came_when_all_were_here_and_which_ranks_they_have() ->
     ]
 
 
-def test_it_counts_who_lives_and_who_waits_at_a_barrier() -> None:
-    job = Job()
+def test_it_counts_who_lives_and_who_waits_at_a_barrier(job: Job) -> None:
     assert job.scheduler.counters() == {"members": 3, "barriers": 0, "barrier_waiting": 0}
     job.hear("w0", Kind.BARRIER)
     assert job.scheduler.counters() == {"members": 3, "barriers": 0, "barrier_waiting": 1}
@@ -309,18 +303,9 @@ def test_a_node_that_goes_away_before_all_are_here_may_come_again() -> None:
 # Collective calls
 
 
-def test_stores_have_barriers_of_their_own() -> None:
-    job = Job()
+def test_stores_have_barriers_of_their_own(job: Job) -> None:
     job.hear("w0", Kind.BARRIER, number=1, store=1)
     assert sends(job.hear("w1", Kind.BARRIER, number=1, store=2)) == []
-
-
-def test_stores_of_different_types_are_an_error_that_names_both() -> None:
-    job = Job()
-    job.hear("w0", Kind.OPEN, number=1, type="dist_sync")
-    actions = job.hear("w1", Kind.OPEN, number=1, type="dist_async")
-    text = "worker-0 creates a 'dist_sync' store where worker-1 creates a 'dist_async' store"
-    assert reasons(actions) == {"w0": text, "w1": text}
 
 
 @pytest.mark.parametrize(
@@ -347,17 +332,15 @@ def test_stores_of_different_types_are_an_error_that_names_both() -> None:
     ],
 )
 def test_different_records_are_an_error_that_names_both_workers_and_both_records(
-    mine: list[Any], theirs: list[Any], text: str
+    job: Job, mine: list[Any], theirs: list[Any], text: str
 ) -> None:
-    job = Job()
     job.hear("w0", Kind.KEYS, number=2, records=mine)
     actions = job.hear("w1", Kind.KEYS, number=2, records=theirs)
     assert reasons(actions) == {"w0": text, "w1": text}
     assert to(actions) == [("w0", "KEYS!"), ("w1", "KEYS!")]
 
 
-def test_init_numbers_the_keys_in_rank_0s_order_and_the_others_wait_for_the_values() -> None:
-    job = Job()
+def test_init_numbers_the_keys_in_rank_0s_order_and_the_others_wait_for_the_values(job: Job) -> None:
     job.hear("w1", Kind.KEYS, number=1, records=[record("b"), record("a")])
     first = job.hear("w0", Kind.KEYS, number=1, records=[record("a"), record("b")])
     assert to(first) == [("w0", "KEYS")]
@@ -380,8 +363,7 @@ def test_an_int_key_places_itself_and_a_str_key_by_its_position() -> None:
     assert more == [[1, 1]]
 
 
-def test_a_double_init_is_an_error_for_all() -> None:
-    job = Job()
+def test_a_double_init_is_an_error_for_all(job: Job) -> None:
     init(job, 1, "w")
     actions = job.hear("w0", Kind.KEYS, number=2, records=[record("w")])
     assert reasons(actions) == {"w0": "key 'w' was initialised before"}
@@ -390,8 +372,7 @@ def test_a_double_init_is_an_error_for_all() -> None:
     }
 
 
-def test_rank_0_that_cannot_fill_the_servers_tells_the_others() -> None:
-    job = Job()
+def test_rank_0_that_cannot_fill_the_servers_tells_the_others(job: Job) -> None:
     for link in ("w0", "w1"):
         job.hear(link, Kind.KEYS, number=1, records=[record("w")])
     actions = job.hear("w0", Kind.INIT, number=1, error="no room")
@@ -406,8 +387,7 @@ def test_init_without_keys_is_refused() -> None:
 # Joining and leaving
 
 
-def test_join_is_told_to_the_servers_and_answered_when_all_have_joined() -> None:
-    job = Job()
+def test_join_is_told_to_the_servers_and_answered_when_all_have_joined(job: Job) -> None:
     actions = job.hear("w1", Kind.JOIN, number=4)
     assert to(actions) == [("s0", "JOIN")]
     assert sends(actions)[0][1].body == {"rank": 1}
@@ -417,17 +397,15 @@ def test_join_is_told_to_the_servers_and_answered_when_all_have_joined() -> None
     assert to(job.answer(actions)) == [("w1", "JOIN"), ("w0", "JOIN")]
 
 
-def test_a_worker_that_ended_is_not_waited_for_by_those_who_joined() -> None:
-    job = Job()
+def test_a_worker_that_ended_is_not_waited_for_by_those_who_joined(job: Job) -> None:
     job.hear("w0", Kind.JOIN, number=4)
     actions = job.hear("w1", Kind.BYE)
     assert ("s0", "JOIN") in to(actions)
     assert to(job.answer([action for action in actions if "all" in str(action)])) == [("w0", "JOIN")]
 
 
-def test_a_call_that_another_worker_meets_with_join_is_an_error() -> None:
+def test_a_call_that_another_worker_meets_with_join_is_an_error(job: Job) -> None:
     """It waited until its deadline: who has joined makes no other call."""
-    job = Job()
     job.hear("w1", Kind.JOIN, number=5)
     actions = job.hear("w0", Kind.BARRIER, number=5)
     text = "worker-1 calls join where worker-0 calls barrier (call 5 of the store)"
@@ -439,16 +417,14 @@ def test_a_call_that_another_worker_meets_with_join_is_an_error() -> None:
     assert reasons(actions) == {"w0": text, "w1": text}
 
 
-def test_leave_is_told_to_the_servers_and_later_calls_do_without_the_worker() -> None:
-    job = Job()
+def test_leave_is_told_to_the_servers_and_later_calls_do_without_the_worker(job: Job) -> None:
     actions = job.hear("w1", Kind.LEFT)
     assert to(actions) == [("s0", "LEFT")]
     assert to(job.answer(actions)) == [("w1", "LEFT")]
     assert to(job.hear("w0", Kind.BARRIER, number=3)) == [("w0", "BARRIER")]
 
 
-def test_leave_completes_what_waited_for_the_worker() -> None:
-    job = Job()
+def test_leave_completes_what_waited_for_the_worker(job: Job) -> None:
     job.hear("w0", Kind.BARRIER, number=3)
     assert to(job.hear("w1", Kind.LEFT)) == [("s0", "LEFT"), ("w0", "BARRIER")]
 
@@ -462,16 +438,14 @@ def test_leave_while_keys_are_filled_declares_them_once() -> None:
     assert to(job.hear("w0", Kind.INIT, number=1)) == [("w0", "INIT"), ("w1", "KEYS")]
 
 
-def test_init_after_worker_0_has_left_the_store_is_an_error() -> None:
-    job = Job()
+def test_init_after_worker_0_has_left_the_store_is_an_error(job: Job) -> None:
     job.hear("w0", Kind.LEFT)
     actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
     assert reasons(actions) == {"w1": "worker-0, whose values count, has left the store"}
 
 
-def test_a_store_is_forgotten_when_all_workers_have_closed_it() -> None:
+def test_a_store_is_forgotten_when_all_workers_have_closed_it(job: Job) -> None:
     """Its keys and its rule stayed, here and on the servers, until the job ended."""
-    job = Job()
     for store in (1, 2):
         for link in ("w0", "w1"):
             job.hear(link, Kind.KEYS, number=1, records=[record("a")], store=store)
@@ -498,8 +472,7 @@ def test_a_worker_that_has_ended_keeps_no_store() -> None:
     assert job.scheduler._calls._stores == {}
 
 
-def test_bye_leaves_those_who_wait_with_an_error() -> None:
-    job = Job()
+def test_bye_leaves_those_who_wait_with_an_error(job: Job) -> None:
     job.hear("w0", Kind.BARRIER, number=3)
     actions = job.hear("w1", Kind.BYE)
     text = "worker-1@d1 (pid 1) has ended (BYE) and will never call barrier: all workers must"
@@ -507,8 +480,7 @@ def test_bye_leaves_those_who_wait_with_an_error() -> None:
     assert reasons(actions) == {"w0": text}
 
 
-def test_a_call_after_anothers_bye_is_an_error_at_once() -> None:
-    job = Job()
+def test_a_call_after_anothers_bye_is_an_error_at_once(job: Job) -> None:
     job.hear("w1", Kind.BYE)
     actions = job.hear("w0", Kind.KEYS, number=1, records=[record("a")])
     assert "has ended (BYE) and will never call init" in reasons(actions)["w0"]
@@ -539,8 +511,7 @@ def test_when_all_workers_have_ended_the_servers_stop_and_it_ends_with_0() -> No
     assert job.hear("w0", Kind.BARRIER, number=9) == []
 
 
-def test_a_connection_that_ends_after_bye_is_no_loss() -> None:
-    job = Job()
+def test_a_connection_that_ends_after_bye_is_no_loss(job: Job) -> None:
     job.hear("w1", Kind.BYE)
     assert job.scheduler.handle(role.Broken("w1", "closed"), 1) == []
 
@@ -568,23 +539,14 @@ def test_a_server_that_lost_another_one_is_believed_unless_that_one_has_left() -
     assert to(job.hear("w0", Kind.LOST, who="server-1", reason=reason)) == [("w0", "LOST!")], "only servers say it"
 
 
-def test_when_all_end_by_one_loss_everybody_is_told_of_the_first_sixteen() -> None:
-    job = Job(40)
-    told = [to(job.scheduler.handle(role.Broken("w%d" % rank, "gone"), 1)) for rank in range(39)]
-    assert [len(sent) for sent in told[:16]] == [40 - rank for rank in range(16)]
-    assert told[16:] == [[("s0", "LOST")]] * 23
-
-
-def test_after_a_loss_calls_are_refused_and_nobody_may_join() -> None:
-    job = Job()
+def test_after_a_loss_calls_are_refused_and_nobody_may_join(job: Job) -> None:
     job.scheduler.handle(role.Broken("s0", "gone"), 1)
     [(_, sent)] = sends(job.hear("w0", Kind.BARRIER, number=1))
     assert sent.body == {"reason": "server-0@d1 (pid 1) is lost: gone", "error": "PeerLost", "who": "server-0"}
     assert job.scheduler.admit(node("worker", 0)) == "the job is ending: server-0@d1 (pid 1) is lost: gone"
 
 
-def test_after_a_loss_it_ends_with_1_when_the_last_worker_has_gone() -> None:
-    job = Job()
+def test_after_a_loss_it_ends_with_1_when_the_last_worker_has_gone(job: Job) -> None:
     job.scheduler.handle(role.Broken("w1", "gone"), 1)
     actions = job.hear("w0", Kind.BYE)
     assert finish(actions) == role.Finish(1, "worker-1@d1 (pid 1) is lost: gone")
@@ -595,8 +557,7 @@ def test_abort_is_a_loss_with_the_workers_own_reason() -> None:
     assert reasons(actions)["w0"] == "worker-1@d1 (pid 1) failed: ValueError: bad data"
 
 
-def test_what_it_does_not_know_is_refused_or_noted() -> None:
-    job = Job()
+def test_what_it_does_not_know_is_refused_or_noted(job: Job) -> None:
     assert reasons(job.hear("w0", Kind.PULL)) == {"w0": "the scheduler knows no PULL"}
     assert logs(job.hear("s0", Kind.BARRIER)) == ["server-0@d1 (pid 1) sent BARRIER, which only workers send"]
     assert job.hear("nobody", Kind.BARRIER) == []
@@ -664,8 +625,7 @@ def test_a_script_that_broke_is_the_last_one() -> None:
     assert "the job is ending" in job.scheduler.admit(node("worker", 1))
 
 
-def test_a_barrier_that_takes_long_is_told_whom_it_waits_for() -> None:
-    job = Job()
+def test_a_barrier_that_takes_long_is_told_whom_it_waits_for(job: Job) -> None:
     job.hear("w0", Kind.BARRIER, number=1)
     assert job.scheduler.tick(100.0) == []
     for now, seconds in ((102.0, 2.0), (132.0, 32.0)):

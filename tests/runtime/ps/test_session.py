@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, config
+from cluster import Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays.shared_memory import BLOCKS
@@ -79,6 +79,22 @@ def test_at_the_end_every_store_is_flushed_and_every_error_said(capsys: pytest.C
         "distrun: error: at exit: and also: push of key 'b': no room",
         "distrun: error: at exit: in a thread of ours",
     ]
+
+
+def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(session: NodeSession) -> Any:
+        for key in ("a", "b"):
+            kv = open_store("dist_async", session)
+            kv.init(key, np.zeros(4, np.float32))
+            kv.push(key, np.ones(4, np.float32), wait=False)
+        return session.end()
+
+    with Cluster(1, 1, over="inproc") as cluster:
+        [error] = cluster.run_sessions(script)
+    assert isinstance(error, KVError)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distrun: error: at exit: ")]
+    assert ["push of key 'a'" in line for line in said] == [True, False]
+    assert "push of key 'b'" in said[1]
 
 
 def test_lost_nodes_are_counted_by_role_and_workers_by_membership_without_asking_anybody() -> None:

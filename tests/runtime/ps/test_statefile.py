@@ -117,14 +117,6 @@ def test_what_is_no_npz_is_an_error(tmp_path: Path, content: bytes) -> None:
         read(tmp_path, {})
 
 
-def test_a_single_array_is_no_npz(tmp_path: Path) -> None:
-    (tmp_path / "data-1").mkdir()
-    with open(tmp_path / "data-1" / "server-0.npz", "wb") as file:
-        np.save(file, np.zeros(3))
-    with pytest.raises(KVError, match=r"server-0\.npz on host d2 cannot be read"):
-        read(tmp_path, {})
-
-
 def test_a_file_of_another_save_is_an_error(tmp_path: Path) -> None:
     written(tmp_path, {"0.0.weight": np.zeros(3)}, "data-1")
     (tmp_path / "data-1").rename(tmp_path / "data-2")
@@ -139,11 +131,6 @@ def test_a_folder_that_cannot_be_made_names_file_and_host(tmp_path: Path) -> Non
 
 
 # The manifest
-
-
-def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
-    assert statefile.read_manifest(str(tmp_path), "d1") == manifest("data-1")
 
 
 def test_a_manifest_that_cannot_be_put_in_its_place_leaves_nothing(tmp_path: Path) -> None:

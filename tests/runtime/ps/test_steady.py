@@ -66,6 +66,8 @@ class Twins:
             much_bytes: from so many on, the engine's thread does the work.
         """
         self.workers, self.buckets, self.frames, self.shared = workers, buckets, frames, shared
+        self.copied = 0
+        """Frames of so many bytes come as bytes, though others of their message are shared."""
         self.is_in_order = much_bytes == MUCH_BYTES
         """No thread of an engine decides by its pace on which side values are, and so in how many frames they go."""
         self.known = 0
@@ -111,7 +113,9 @@ class Twins:
     def hear(self, link: str, message: Message) -> None:
         self.requests += 1
         head, *told = [bytes(memoryview(frame)) for frame in protocol.encode(replace(message, request=self.requests))]
-        shared = [raw(np.frombuffer(frame, np.uint8)) if self.shared and frame else frame for frame in told]
+        shared = [
+            raw(np.frombuffer(frame, np.uint8)) if self.shared and len(frame) > self.copied else frame for frame in told
+        ]
         self.tell(Arrived(link, [head, *shared]))
 
     def init(self, keys: Sequence[int]) -> None:
@@ -399,6 +403,40 @@ def test_a_message_is_known_from_the_second_time_on(twins: Callable[..., Twins],
     assert pair.known == 5 * 2 * (1 if kind is Kind.PUSHPULL else 2)
 
 
+def test_a_large_message_is_done_at_once_if_most_of_it_is_its_senders_memory_but_for_a_small_first_frame() -> None:
+    pair = Twins(2, buckets=False, frames="two", shared=True, much_bytes=8)
+    pair.copied = 4 * SIZES[0]
+    try:
+        for _ in range(4):
+            pair.round(Kind.PUSHPULL, 2)
+        pair.known = 0
+        pair.round(Kind.PUSHPULL, 2)
+        assert pair.known == 2
+    finally:
+        pair.close()
+
+
+def test_the_sums_of_a_message_are_made_by_one_call_so_that_threads_share_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sums, counts = CpuDevice.sums, list[int]()
+
+    def counted(device: CpuDevice, items: Any) -> None:
+        every = list(items)
+        counts.append(len(every))
+        sums(device, every)
+
+    monkeypatch.setattr(CpuDevice, "sums", counted)
+    pair = Twins(2, buckets=False, frames="each")
+    try:
+        for _ in range(5):
+            counts.clear()
+            pair.round(Kind.PUSHPULL, 2)
+        assert counts == [len(LISTS[2])] * 2  # of a server that knows the messages, and of one that does not
+    finally:
+        pair.close()
+
+
 def test_lists_that_share_keys_are_known_as_long_as_their_rounds_are_the_next_ones(twins: Callable[..., Twins]) -> None:
     pair = twins(2, buckets=False)
     for _ in range(4):
@@ -581,7 +619,7 @@ def test_a_first_contribution_that_cannot_be_kept_leaves_no_round_open(
         for rank in range(3):
             push(rank, number)
     with monkeypatch.context() as patched:
-        patched.setattr("distrun_runtime.ps.arithmetic.add_given", fail)
+        patched.setattr(Round, "hold", fail)
         push(0, 4)
     push(1, 4)
     push(2, 4)
@@ -658,7 +696,7 @@ def test_a_sum_that_cannot_be_made_fails_its_round_for_all_and_no_later_one(
         raise MemoryError("no memory for a sum")
 
     with monkeypatch.context() as patched:
-        patched.setattr(CpuDevice, "sum", full)
+        patched.setattr(CpuDevice, "sums", full)
         refused = rounds(4)
     assert said(refused) == ["w0 PUSHPULL!", "w1 PUSHPULL!"]
     assert all("key 'a': no memory for a sum" in str(each.body["reason"]) for each in refused)

@@ -66,6 +66,12 @@ class Rig:
         return self.hear(link, Message(Kind.PULL, is_reply=True, is_error=is_error, request=request, body=body))
 
 
+@pytest.fixture
+def rig() -> Rig:
+    """A worker that is ready."""
+    return Rig()
+
+
 def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
     return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
 
@@ -135,8 +141,7 @@ def test_once_ready_time_does_not_matter() -> None:
     assert Rig().worker.tick(10**9) == []
 
 
-def test_a_request_is_complete_when_all_replies_are_there_in_the_order_of_its_messages() -> None:
-    rig = Rig()
+def test_a_request_is_complete_when_all_replies_are_there_in_the_order_of_its_messages(rig: Rig) -> None:
     request, actions = rig.ask(("server-1", PULL), ("server-0", PULL))
     numbers = {link: message.request for link, message in sends(actions)}
     assert set(numbers) == {"server-0", "server-1"}
@@ -159,8 +164,7 @@ def test_requests_to_the_scheduler_do_not_wait_in_a_servers_queue() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("KVError", KVError), ("RuleError", RuleError), ("PeerLost", PeerLost), ("SystemExit", KVError)]
 )
-def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type[RuntimeFault]) -> None:
-    rig = Rig()
+def test_a_refused_request_raises_what_the_other_side_says(rig: Rig, name: str, kind: type[RuntimeFault]) -> None:
     request, actions = rig.ask(("server-0", PULL))
     [(_, message)] = sends(actions)
     rig.reply("server-0", message.request, is_error=True, reason="no such piece", error=name, traceback="theirs")
@@ -171,8 +175,7 @@ def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type
         assert error.server_traceback == "theirs"
 
 
-def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
-    rig = Rig()
+def test_one_refusal_ends_the_request_and_later_replies_do_no_harm(rig: Rig) -> None:
     request, actions = rig.ask(("server-0", PULL), ("server-1", PULL))
     (_, one), (_, other) = sends(actions)
     rig.reply("server-0", one.request, is_error=True, reason="no")
@@ -181,9 +184,8 @@ def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
     assert rig.reply("server-1", 12345) == []
 
 
-def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
+def test_a_refused_push_is_over_when_all_servers_have_answered(rig: Rig) -> None:
     """Until then its arrays may still be on their way: who lent them must not write."""
-    rig = Rig()
     push = Message(Kind.PUSH)
     request, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
     (_, one), (_, other) = sends(actions)
@@ -204,8 +206,7 @@ def named(number: int) -> Any:
     return entries_of([Entry(key, 0, 1, 10 + number) for key in range(2)])
 
 
-def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_entries() -> None:
-    rig = Rig()
+def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_entries(rig: Rig) -> None:
     asked: list[int] = []
 
     def told(number: int) -> Any:
@@ -225,8 +226,7 @@ def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_en
     assert len(request.wait(0)) == 2
 
 
-def test_a_message_that_names_its_entries_is_sent_again_as_it_was() -> None:
-    rig = Rig()
+def test_a_message_that_names_its_entries_is_sent_again_as_it_was(rig: Rig) -> None:
     request, actions = rig.ask(("server-0", PULL), entries_of=named)
     [(_, message)] = sends(actions)
     assert sends(rig.reply("server-0", message.request, is_error=True, again=True)) == [("server-0", message)]
@@ -234,8 +234,7 @@ def test_a_message_that_names_its_entries_is_sent_again_as_it_was() -> None:
     assert len(request.wait(0)) == 1
 
 
-def test_a_message_that_is_refused_again_is_an_error() -> None:
-    rig = Rig()
+def test_a_message_that_is_refused_again_is_an_error(rig: Rig) -> None:
     request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), entries_of=named)
     [(_, message)] = sends(actions)
     assert sends(rig.reply("server-0", message.request, is_error=True, reason="which?", again=True))
@@ -243,8 +242,7 @@ def test_a_message_that_is_refused_again_is_an_error() -> None:
     assert str(error_of(request)) == "pull of key 'w': which, please?"
 
 
-def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is_queued() -> None:
-    rig = Rig()
+def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is_queued(rig: Rig) -> None:
     full = 64 * 1024 * 1024
     _, actions = rig.ask(("server-0", by_bucket(1, size=full)), entries_of=named)
     [(_, first)] = sends(actions)
@@ -259,9 +257,8 @@ def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is
     assert (third.bucket, third.step) == (3, 3), "what was queued names the bucket still, and is sent again in its turn"
 
 
-def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> None:
+def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same(rig: Rig) -> None:
     """Its server expects it before anything else."""
-    rig = Rig()
     request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), ("server-1", PULL), entries_of=named)
     (_, one), (_, other) = sends(actions)
     rig.reply("server-1", other.request, is_error=True, reason="no")
@@ -271,8 +268,7 @@ def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> 
     assert rig.reply("server-0", one.request) == []
 
 
-def test_waiting_is_noted_on_the_request_and_said() -> None:
-    rig = Rig()
+def test_waiting_is_noted_on_the_request_and_said(rig: Rig) -> None:
     request, actions = rig.ask(("server-0", PULL))
     [(_, message)] = sends(actions)
     body = {"text": "waiting for worker-1, key w, round 57", "seconds": 30.2}
@@ -284,9 +280,8 @@ def test_waiting_is_noted_on_the_request_and_said() -> None:
         request.wait(0)
 
 
-def test_a_node_that_a_server_says_is_lost_counts_as_lost_and_the_agent_hears_of_it() -> None:
+def test_a_node_that_a_server_says_is_lost_counts_as_lost_and_the_agent_hears_of_it(rig: Rig) -> None:
     """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
-    rig = Rig()
     request, actions = rig.ask(("server-0", PULL))
     number = sends(actions)[0][1].request
     told = rig.reply("server-0", number, is_error=True, error="PeerLost", reason="gone", who="worker-1")
@@ -295,8 +290,7 @@ def test_a_node_that_a_server_says_is_lost_counts_as_lost_and_the_agent_hears_of
     assert told[0] == role.Publish({"lost_peer": "worker-1", "message": "pull of key 'w': gone"})
 
 
-def test_a_server_that_says_why_it_ends_is_lost_for_that_reason() -> None:
-    rig = Rig()
+def test_a_server_that_says_why_it_ends_is_lost_for_that_reason(rig: Rig) -> None:
     request, _ = rig.ask(("server-1", PULL))
     rig.hear("server-0", Message(Kind.LOST, body={"who": "server-0", "reason": "server-0@d0 failed: its GPU"}))
     rig.broken("server-0")
@@ -306,8 +300,7 @@ def test_a_server_that_says_why_it_ends_is_lost_for_that_reason() -> None:
     assert (str(error), error.lost_peer) == ("pull of key 'w': server-0@d0 failed: its GPU", "server-0")
 
 
-def test_a_server_that_ends_for_the_loss_of_the_scheduler_is_not_the_one_that_is_named() -> None:
-    rig = Rig()
+def test_a_server_that_ends_for_the_loss_of_the_scheduler_is_not_the_one_that_is_named(rig: Rig) -> None:
     request, _ = rig.ask(("server-1", PULL))
     text = "the scheduler at tcp://127.0.0.1:9 is lost: its connection closed"
     rig.hear("server-0", Message(Kind.LOST, body={"who": "scheduler", "reason": text}))
@@ -317,16 +310,14 @@ def test_a_server_that_ends_for_the_loss_of_the_scheduler_is_not_the_one_that_is
     assert (str(error), error.lost_peer) == ("pull of key 'w': %s" % text, "scheduler")
 
 
-def test_a_server_speaks_only_of_its_own_end() -> None:
-    rig = Rig()
+def test_a_server_speaks_only_of_its_own_end(rig: Rig) -> None:
     request, _ = rig.ask(("server-1", PULL))
     assert rig.hear("server-0", Message(Kind.LOST, body={"who": "server-1", "reason": "x"})) == []
     assert not request.is_done
 
 
-def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
+def test_a_wait_that_is_too_short_names_who_has_not_answered(rig: Rig) -> None:
     """Whom the servers wait for is only said after a while."""
-    rig = Rig()
     request, actions = rig.ask(("server-1", PULL), ("server-0", PULL), ("server-0", PULL))
     with pytest.raises(TimedOut, match=r"no answer from server-0, server-1 for [0-9.]+ s"):
         request.wait(0)
@@ -338,13 +329,11 @@ def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.ROSTER])
-def test_a_refusal_of_an_order_is_no_order(kind: Kind) -> None:
-    rig = Rig()
+def test_a_refusal_of_an_order_is_no_order(rig: Rig, kind: Kind) -> None:
     assert rig.hear("scheduler", Message(kind, is_reply=True, body={"reason": "it is not for you"})) == []
 
 
-def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
-    rig = Rig()
+def test_a_lost_peer_ends_every_call_with_an_error_that_names_it(rig: Rig) -> None:
     one, _ = rig.ask(("server-0", PULL), ("server-1", PULL))
     two, _ = rig.ask(("scheduler", Message(Kind.BARRIER)), what="barrier")
     actions = rig.hear("scheduler", Message(Kind.LOST, body={"who": "worker-0", "reason": "worker-0@d0 is lost: x"}))
@@ -364,8 +353,7 @@ def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
         ("scheduler", "the scheduler at tcp://127.0.0.1:9 is lost: its connection closed"),
     ],
 )
-def test_a_broken_connection_is_a_loss_that_names_who_was_there(link: str, words: str) -> None:
-    rig = Rig()
+def test_a_broken_connection_is_a_loss_that_names_who_was_there(rig: Rig, link: str, words: str) -> None:
     request, _ = rig.ask(("server-0", PULL))
     actions = rig.broken(link)
     assert role.Publish({"lost_peer": link, "message": words}) in actions
@@ -377,8 +365,7 @@ def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
     assert Rig().broken("in:ff") == []
 
 
-def test_bye_is_answered_and_ends_the_node() -> None:
-    rig = Rig()
+def test_bye_is_answered_and_ends_the_node(rig: Rig) -> None:
     request = Request("goodbye")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
@@ -388,23 +375,20 @@ def test_bye_is_answered_and_ends_the_node() -> None:
     assert request.is_done
 
 
-def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
-    rig = Rig()
+def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss(rig: Rig) -> None:
     rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
     actions = rig.broken("scheduler")
     assert role.Finish(0) in actions
     assert not any(isinstance(action, role.Publish) for action in actions)
 
 
-def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
-    rig = Rig()
+def test_a_server_that_goes_first_at_the_end_is_no_loss(rig: Rig) -> None:
     rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
     assert rig.broken("server-0") == []
     assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, is_reply=True))
 
 
-def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
-    rig = Rig()
+def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it(rig: Rig) -> None:
     request = Request("goodbye")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, "ValueError: x")), 0))
     [(link, message)] = sends(actions)
@@ -415,8 +399,9 @@ def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
 
 
 @pytest.mark.parametrize(("abort", "limit_s"), [("", 5.0), ("ValueError: x", 2.0)])
-def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(abort: str, limit_s: float) -> None:
-    rig = Rig()
+def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(
+    rig: Rig, abort: str, limit_s: float
+) -> None:
     request = Request("goodbye")
     rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, abort)), 100))
     assert rig.worker.tick(100 + limit_s - 0.1) == []
@@ -462,8 +447,7 @@ def lose(rig: Rig, who: str) -> list[role.Action]:
 WITH_0, WITHOUT_0 = Membership((0, 1)), Membership((1, 2))
 
 
-def test_a_lost_worker_ends_what_cannot_do_without_it_and_nothing_else() -> None:
-    rig = Rig()
+def test_a_lost_worker_ends_what_cannot_do_without_it_and_nothing_else(rig: Rig) -> None:
     asked = {each: asked_by(rig, each, ("server-0", PULL)) for each in (WITH_0, WITHOUT_0, None)}
     lose(rig, "worker-0")
     for each in (WITH_0, None):
@@ -477,8 +461,7 @@ def test_a_lost_worker_ends_what_cannot_do_without_it_and_nothing_else() -> None
     assert [link for link, _ in sends(actions)] == ["server-0"]
 
 
-def test_the_agent_hears_of_a_lost_worker_only_from_those_who_share_a_store_with_it() -> None:
-    rig = Rig()
+def test_the_agent_hears_of_a_lost_worker_only_from_those_who_share_a_store_with_it(rig: Rig) -> None:
     asked_by(rig, WITHOUT_0, ("server-0", PULL))
     assert lose(rig, "worker-0") == []
     assert rig.worker.dead == {"worker-0"}
@@ -503,16 +486,14 @@ def test_a_worker_goes_on_registering_when_another_is_lost_and_ends_when_a_serve
     assert isinstance(error_of(other.ready), PeerLost)
 
 
-def test_a_store_that_a_lost_worker_has_ended_can_be_closed() -> None:
-    rig = Rig()
+def test_a_store_that_a_lost_worker_has_ended_can_be_closed(rig: Rig) -> None:
     asked_by(rig, WITH_0, ("server-0", PULL))
     lose(rig, "worker-0")
     _, actions = asked_by(rig, WITH_0, ("scheduler", Message(Kind.CLOSE, store=1)))
     assert [(link, sent.kind) for link, sent in sends(actions)] == [("scheduler", Kind.CLOSE)]
 
 
-def test_a_server_that_is_lost_after_a_worker_ends_the_rest() -> None:
-    rig = Rig()
+def test_a_server_that_is_lost_after_a_worker_ends_the_rest(rig: Rig) -> None:
     request, _ = asked_by(rig, WITHOUT_0, ("server-0", PULL))
     lose(rig, "worker-0")
     rig.broken("server-1")
@@ -523,17 +504,15 @@ def test_a_server_that_is_lost_after_a_worker_ends_the_rest() -> None:
         assert error.lost_peer == who
 
 
-def test_a_worker_that_is_lost_after_a_server_is_not_the_reason() -> None:
-    rig = Rig()
+def test_a_worker_that_is_lost_after_a_server_is_not_the_reason(rig: Rig) -> None:
     rig.broken("server-1")
     lose(rig, "worker-0")
     for members in (WITHOUT_0, WITH_0, None):
         assert error_of(asked_by(rig, members, ("server-0", PULL))[0]).lost_peer == "server-1"
 
 
-def test_pushes_that_a_lost_worker_has_ended_take_no_room_from_others() -> None:
+def test_pushes_that_a_lost_worker_has_ended_take_no_room_from_others(rig: Rig) -> None:
     """One is on its way and fills the window, one waits behind it."""
-    rig = Rig()
     size = WINDOW_BYTES // 4
     full = Message(Kind.PUSH, entries=entries_of([Entry(0, 0, size)]), payloads=[bytes(4 * size)])
     for _ in range(2):
@@ -550,9 +529,8 @@ def test_pushes_that_a_lost_worker_has_ended_take_no_room_from_others() -> None:
 
 @pytest.mark.parametrize(("members", "kinds"), [(None, []), (WITHOUT_0, [Kind.BYE])])
 def test_a_worker_whose_groups_may_go_on_without_a_lost_one_says_its_last_words(
-    members: Membership | None, kinds: list[Kind]
+    rig: Rig, members: Membership | None, kinds: list[Kind]
 ) -> None:
-    rig = Rig()
     asked_by(rig, members, ("server-0", PULL))
     lose(rig, "worker-0")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))

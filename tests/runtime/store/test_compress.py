@@ -16,7 +16,7 @@ from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Portion, portions_of
-from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
+from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.values import RowSparse
 
@@ -38,15 +38,6 @@ def compressor(**given: object) -> Compressor:
 
 
 # --- settings
-
-
-def test_a_setting_has_its_defaults() -> None:
-    setting = Compression.of({"type": "2bit"})
-    assert setting == Compression("2bit", {"threshold": 0.5}, MIN_SIZE, False)
-    assert (setting.number, setting.codec) == (1, codec.named("2bit"))
-    none = Compression.of({"type": "none"})
-    assert none == Compression()
-    assert (none.number, none.codec) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -106,40 +97,7 @@ def test_only_dense_float_values_of_the_least_size_are_compressed() -> None:
     assert not Compression().applies(record(size=10**6))
 
 
-def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> None:
-    made = compressor()
-    flat = values(1, 2, dtype=np.int32)
-    assert made.of(record(size=2, dtype=np.int32)) is None
-    assert made.through(record(size=2, dtype=np.int32), flat) is flat
-    assert Compressor().of(record()) is None
-    assert made.residuals() == {}
-
-
-def test_settings_of_keys_go_before_that_of_all() -> None:
-    made = compressor()
-    made.set(Compression.of({"type": "fp16", "min_size": 0}), ["a"])
-    made.set(Compression(), ["b"])
-    found = {key: made.of(record(key)) for key in "abc"}
-    assert {key: setting and setting.type for key, setting in found.items()} == {"a": "fp16", "b": None, "c": "2bit"}
-
-
 # --- residuals
-
-
-def test_keys_and_devices_have_residuals_of_their_own() -> None:
-    made = compressor()
-    made.through(record("a", 1), values(0.25), device=1)
-    made.through(record("b", 1), values(2.0))
-    assert {key: residual.tolist() for key, residual in made.residuals().items()} == {"a": [[0], [0.25]], "b": [1.5]}
-
-
-def test_through_gives_what_a_receiver_gets_and_keeps_the_rest() -> None:
-    made = compressor(threshold=0.5)
-    got = [made.through(record(size=1), values(0.4)).tolist() for _ in range(4)]
-    assert got == [[0], [0.5], [0.5], [0.5]]
-    got_1 = compressor(type="1bit").through(record(size=2, dtype=np.float64), values(3, -3, dtype=np.float64))
-    assert got_1.tolist() == [1, -1]
-    assert got_1.dtype == np.float64
 
 
 def test_16_bit_floats_are_compressed_from_float32_and_come_back_in_their_type() -> None:
@@ -161,40 +119,11 @@ def test_a_new_setting_keeps_residuals_and_none_drops_them() -> None:
     assert list(made.residuals()) == ["a"]
 
 
-def test_residuals_are_restored_as_they_were() -> None:
-    made = compressor()
-    for device in (0, 1):
-        made.through(record("a", 2), values(0.1, 0.2), device)
-    made.through(record("b", 1), values(0.3))
-    again = compressor()
-    again.through(record("c", 1), values(0.1))
-    again.restore(made.residuals())
-    assert list(again.residuals()) == ["a", "b"]
-    for key in "ab":
-        np.testing.assert_array_equal(again.residuals()[key], made.residuals()[key])
-    before = made.residuals()["b"]
-    again.through(record("b", 1), values(0.3))
-    assert made.residuals()["b"] == before
-
-
 def test_a_residual_of_another_size_is_not_used() -> None:
     made = compressor()
     made.restore({"w": np.ones(3, np.float32)})
     made.check(record(size=1), values(0.1))
     assert made.through(record(size=1), values(0.1)).tolist() == [0]
-
-
-def test_check_names_the_key_and_changes_nothing() -> None:
-    made = compressor()
-    made.through(record(size=2), values(0.25, 0.25))
-    made.check(record(size=2), values(1, 2))
-    with pytest.raises(KVError, match="key 'w': compression '2bit': element 1 is nan"):
-        made.check(record(size=2), values(0, np.nan))
-    assert made.residuals()["w"].tolist() == [0.25, 0.25]
-    fine = Compressor()
-    fine.check(record(size=1), values(np.nan))
-    fine.set(Compression.of({"type": "fp16", "min_size": 0}))
-    fine.check(record(size=1), values(np.inf))
 
 
 # --- the values of a message at once

@@ -22,7 +22,6 @@ from peers import python_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes, plans
-from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
@@ -57,10 +56,11 @@ class Pair:
 
     Arguments:
         kinds: dtypes of the keys, in turn.
+        gpus: the tensors of a key are on so many, in turn.
     """
 
-    def __init__(self, torch: Torch, kinds: Any = ("float32",), rule: str = "") -> None:
-        self.torch = torch
+    def __init__(self, torch: Torch, kinds: Any = ("float32",), rule: str = "", *, gpus: int = 1) -> None:
+        self.torch, self.gpus = torch, gpus
         kinds = itertools.cycle(map(dtypes.parse, kinds))
         self.keys = [f"k{number}" for number in range(len(SHAPES))]
         first = [values(shape, next(kinds), number) for number, shape in enumerate(SHAPES)]
@@ -77,7 +77,7 @@ class Pair:
     def tensors(self, k: int) -> list[list[GpuTensor]]:
         """Return k new tensors of each key."""
         return [
-            [GpuTensor(self.torch, shape, kind, 0) for _ in range(k)]
+            [GpuTensor(self.torch, shape, kind, part % self.gpus) for part in range(k)]
             for shape, kind in zip(SHAPES, self.kinds, strict=True)
         ]
 
@@ -99,10 +99,10 @@ class Pair:
                 each.set(array)
         return numbers
 
-    def push(self, k: int, **how: bool) -> None:
+    def push(self, k: int, *, scale: float = 1.0, wait: bool = True, **how: bool) -> None:
         numbers = self.fill(k, **how)
-        self.stores[0].push(self.keys, self.given)
-        self.stores[1].push(self.keys, numbers)
+        self.stores[0].push(self.keys, self.given, scale=scale, wait=wait).wait()
+        self.stores[1].push(self.keys, numbers, scale=scale)
 
     def pushpull(self, k: int, *, in_place: bool) -> None:
         numbers = self.fill(k)
@@ -123,6 +123,11 @@ class Pair:
         for array, some in zip(expected, found, strict=True):
             for each in some:
                 assert each.get().tobytes() == array.tobytes()
+
+    @property
+    def kept(self) -> list[Any]:
+        backend: Any = self.stores[0]._backend
+        return list(backend._weights.kept.values())
 
     @property
     def plans(self) -> int:
@@ -168,6 +173,53 @@ def test_steps_of_a_rule_have_the_bytes_of_host_memory(torch: Torch, rule: str, 
         pair.push(k)
         pair.pull()
         pair.pushpull(k, in_place=bool(turn % 2))
+
+
+@pytest.mark.parametrize(
+    ("rule", "kinds", "k", "seed"),
+    [("", ("float32",), 2, 0), ("", MIXED, 3, 1), ("sgd", ("float32",), 2, 2), ("adam", MIXED, 4, 0)],
+)
+def test_tensors_on_two_gpus_are_planned_with_a_copy_each_way(
+    machine: Machine, torch: Torch, rule: str, kinds: Any, k: int, seed: int
+) -> None:
+    pair = Pair(torch, kinds, rule, gpus=2)
+    for turn in range(4):
+        pair.push(k)
+        pair.pull(2)
+        pair.pushpull(k, in_place=bool(turn % 2))
+    assert pair.plans >= 3
+    assert {each.array.device.name for each in pair.kept} == {"gpu:0", "gpu:1"}
+    copied = machine.standin.calls["copy_peer"]
+    pair.push(k)
+    pair.pull(2)
+    assert machine.standin.calls["copy_peer"] - copied <= 2 * len(set(kinds)) * k
+
+
+@pytest.mark.parametrize(("rule", "gpus", "seed"), [("", 1, 0), ("sgd", 1, 1), ("adam", 2, 2)])
+def test_scaled_pushes_have_plans_whatever_the_number(torch: Torch, rule: str, gpus: int, seed: int) -> None:
+    pair = Pair(torch, MIXED, rule, gpus=gpus)
+    for turn in range(6):
+        pair.push(1 + turn % 3, scale=[1.0, 0.25, 3.0][turn // 2])
+        pair.pull()
+    push = pair.plans
+    pair.push(3, scale=0.5)
+    assert pair.plans == push
+    pair.pull()
+
+
+@SEEDS
+def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
+    pair = Pair(torch, rule="sgd")
+    for turn in range(5):
+        pair.push(2, wait=False)
+        pending = pair.stores[0].pull(pair.keys, out=pair.outs, wait=False)
+        with torch.stream(torch.new_stream(0)):
+            pending.wait()
+            expected = [np.empty(shape, kind) for shape, kind in zip(SHAPES, pair.kinds, strict=True)]
+            pair.stores[1].pull(pair.keys, out=expected)
+            pair.check(expected, pair.outs)
+        pending.wait()  # again, where the next pull is
+        assert pair.plans == 2 or turn < 2
 
 
 @SEEDS
@@ -356,7 +408,7 @@ def test_a_kernel_that_cannot_be_launched_is_told_with_the_keys_and_the_store_go
         pair.pull()
     numbers = pair.fill(2)
     machine.standin.fail("launch", code=1)
-    with pytest.raises(CudaError, match=r"k0.* failed: cudaErrorInvalidValue"):
+    with pytest.raises(KVError, match=r"k0.* failed: cudaErrorInvalidValue"):
         pair.stores[0].push(pair.keys, pair.given)
     pair.stores[0].push(pair.keys, pair.given)
     pair.stores[1].push(pair.keys, numbers)

@@ -12,6 +12,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ps.session import NodeSession
+from distrun_runtime.store import transfers
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
 
@@ -234,6 +235,17 @@ def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_fi
         assert np.allclose(pulled(kv, "wide"), 1.3)
 
     run_job(script, bigarray_bound=BOUND)
+
+
+def test_an_answer_of_another_type_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(kv: KVStore) -> None:
+        kv.set_gradient_compression({"type": "fp16", "two_way": True})
+        kv.init("wide", full(1, WIDE))
+        monkeypatch.setattr(transfers, "DTYPES", [np.dtype(np.float64)] * len(transfers.DTYPES))
+        with pytest.raises(KVError, match="server-0 answered with values of float64, expected float32"):
+            pulled(kv, "wide")
+
+    run_job(script, 1, 1)
 
 
 def test_what_is_not_finite_is_refused_and_changes_nothing() -> None:

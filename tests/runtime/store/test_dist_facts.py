@@ -124,10 +124,3 @@ def test_lost_nodes_are_counted_by_role() -> None:
 
     with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)
-
-
-def test_the_store_is_capable_of_an_optimizer() -> None:
-    def script(kv: KVStore) -> None:
-        assert kv.is_capable("optimizer") is True
-
-    run_job(script, 1, 1)

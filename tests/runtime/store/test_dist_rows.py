@@ -192,14 +192,3 @@ def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
             kv.init("w", ones(SHAPE) if kv.rank else np.ones(SHAPE, "float32"))
 
     run_job(script)
-
-
-def test_rows_without_elements_go_through() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", RowSparse.empty((4, 0)))
-        kv.push("w", RowSparse.empty((4, 0)))
-        out = RowSparse.empty((4, 0))
-        kv.row_sparse_pull("w", out, row_ids=[1, 2])
-        assert out.values.shape == (2, 0)
-
-    run_job(script)

@@ -46,11 +46,6 @@ def halve(key: Any, received: Any, stored: Any) -> None:
     stored += received
 
 
-def fail(key: Any, received: Any, stored: Any) -> None:
-    """One that does not work."""
-    raise ZeroDivisionError("in the function")
-
-
 def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_call_returns() -> None:
     """In MXNet it never reached them."""
 
@@ -125,23 +120,6 @@ def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeyp
             kv.set_optimizer("adam")
 
     run_job(script, 2, 1, type_name=type_name, imports=("rules_of_users",))
-
-
-def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        with pytest.raises(KVError, match="rule"):
-            kv.set_learning_rate(0.1)
-        kv.barrier()
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        with pytest.raises(KVError, match="speed"):
-            kv.set_optimizer_params(speed=3)
-        with pytest.raises(KVError, match="learning_rate"):
-            kv.set_learning_rate(-1)
-        kv.push("w", full(0.5))
-        assert (pulled(kv, "w") == -1).all()
-
-    run_job(script)
 
 
 def test_multipliers_are_those_of_each_key() -> None:
@@ -242,18 +220,6 @@ def test_functions_that_servers_cannot_import_are_refused_with_the_fix() -> None
             kv.set_updater(halve)  # This job's servers were not told of the module.
 
     run_job(script)
-
-
-def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_traceback() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(1))
-        kv.set_updater(fail)
-        kv.push("w", full(1))
-        with pytest.raises(RuleError, match="in the function") as caught:
-            pulled(kv, "w")
-        assert "in fail" in caught.value.server_traceback
-
-    run_job(script, imports=(HERE,))
 
 
 def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on() -> None:
@@ -414,39 +380,3 @@ def test_sixteen_bit_weights_have_the_same_bits_on_a_server_and_in_one_process(
     for type_name in ("local", "device"):
         with kvstore.create(type_name) as kv:
             assert train(kv, [*range(count)]) == expected, type_name
-
-
-def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init("w", full(1))
-        kv.set_optimizer("adam", lr=0.5, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
-        kv.set_optimizer("adam", learning_rate=0.5, beta1=0, beta2=0, epsilon=1, wd=0)  # an equal repeat
-        kv.push("w", full(0.5))
-        first = pulled(kv, "w")[0, 0]
-        kv.barrier()
-        kv.set_optimizer_params(eps=0.0, weight_decay=1.0)
-        with pytest.raises(KVError, match="wd and weight_decay are one parameter; give one"):
-            kv.set_optimizer_params(wd=0, weight_decay=0)
-        with pytest.raises(KVError, match=r"betas=\[0.5\]: expected a pair of numbers"):
-            kv.set_optimizer_params(betas=[0.5])
-        kv.barrier()
-        kv.push("w", full(0.5))
-        return first, pulled(kv, "w")[0, 0]
-
-    assert run_job(script, 2, 2) == [(0.75, 0.25)] * 2
-
-
-@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
-def test_names_decide_on_the_weight_decay_on_the_servers(type_name: str) -> None:
-    """All workers give them, and a repeat changes nothing."""
-
-    def script(kv: KVStore) -> list[float]:
-        kv.init(["fc_weight", "fc_bias"], [full(1), full(1)])
-        kv.set_optimizer("sgd", learning_rate=0.5, wd=0.5, param_idx2name={0: "fc_weight", 1: "fc_bias"})
-        kv.barrier()
-        if kv.rank == 0 or type_name == "dist_sync":
-            kv.push(["fc_weight", "fc_bias"], [full(0), full(0)])
-        kv.barrier()
-        return [float(pulled(kv, key).max()) for key in ("fc_weight", "fc_bias")]
-
-    assert run_job(script, 2, 2, type_name=type_name) == [[0.75, 1]] * 2

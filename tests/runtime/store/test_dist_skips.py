@@ -60,19 +60,6 @@ def test_a_round_that_one_worker_skips_changes_no_value(rule: bool, over: str) -
         assert seen[3] == {last}
 
 
-def test_a_pull_after_a_skipped_round_reads_the_value() -> None:
-    def script(kv: KVStore) -> list[float]:
-        start(kv)
-        kv.push(KEYS, ones())
-        kv.skip_round(KEYS, {})
-        out, rows = np.zeros(2), np.zeros((2, 3))
-        kv.pull("small", out=out)
-        kv.row_sparse_pull("table", out=rows, row_ids=[1, 5])
-        return [*out.tolist(), *rows.ravel().tolist()]
-
-    assert run_job(script, 2) == [[2.0] * 8] * 2
-
-
 def test_only_row_sparse_keys_can_be_skipped_too() -> None:
     def script(kv: KVStore) -> Any:
         start(kv)
@@ -140,25 +127,6 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
         return str(caught.value)
 
     assert all("key 'b': compression '2bit': element 0 is nan" in said for said in run_job(script, 2))
-
-
-def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round() -> None:
-    def script(kv: KVStore) -> list[float]:
-        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0, "min_size": 0})
-        kv.init("w", np.zeros(4, np.float32))
-        seen, out = [], np.zeros(4, np.float32)
-        for step in range(3):
-            gradient = np.ones(4, np.float32)
-            if kv.rank and step == 1:
-                gradient[2] = np.nan
-                with pytest.raises(KVError, match="fix: push zeros instead"):
-                    kv.push("w", gradient)
-                gradient = np.zeros(4, np.float32)
-            kv.pushpull("w", gradient, out=out)
-            seen.append(float(out[0]))
-        return seen
-
-    assert run_job(script, 2) == [[2, 1, 2]] * 2
 
 
 def test_a_companion_sums_beside_the_rule() -> None:

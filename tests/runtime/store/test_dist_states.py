@@ -138,44 +138,6 @@ def test_residuals_are_taken_up_and_dropped_with_a_warning_for_another_number_of
         assert job.run(load) == [(0.0, 0.25)]
 
 
-def test_a_folder_that_cannot_be_written_or_is_not_there_is_an_error_of_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-
-    def script(kv: KVStore) -> None:
-        kv.init("w", np.ones(SHAPE, "float32"))
-        with pytest.raises(KVError, match=r"server-\d.* on host here"):
-            kv.save_states(tmp_path / "file")
-        with pytest.raises(KVError, match=r"manifest\.json"):
-            kv.load_states(tmp_path / "nothing")
-        kv.barrier()
-        kv.save_states(tmp_path / "good")
-        kv.load_states(tmp_path / "good")
-
-    run_job(script)
-
-
-@pytest.mark.parametrize("broken", ["server-0.npz", "manifest.json"])
-def test_a_torn_state_is_refused_and_changes_nothing(broken: str, tmp_path: Path) -> None:
-    def save(kv: KVStore) -> None:
-        start(kv)
-        train(kv, range(2))
-        kv.save_states(tmp_path)
-
-    def load(kv: KVStore) -> None:
-        start(kv)
-        before = train(kv, range(1))
-        with pytest.raises(KVError) as caught:
-            kv.load_states(tmp_path)
-        assert broken in str(caught.value)
-        assert same(values(kv), before)
-
-    run_job(save, bigarray_bound=BOUND)
-    part = json.loads((tmp_path / "manifest.json").read_text())["data"]
-    path = tmp_path / ("" if broken == "manifest.json" else part) / broken
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    run_job(load, bigarray_bound=BOUND)
-
-
 @pytest.mark.parametrize("what", ["torn", "missing", "of another size", "not finite"])
 def test_a_workers_file_that_is_not_whole_is_refused_and_changes_nothing(what: str, tmp_path: Path) -> None:
     """The servers had taken over their part when the worker found out."""
@@ -211,55 +173,6 @@ def test_a_workers_file_that_is_not_whole_is_refused_and_changes_nothing(what: s
         wrong = residual[1:] if what == "of another size" else np.full_like(residual, np.nan)
         np.savez(path, save=mark, **{name: wrong})
     run_job(load, bigarray_bound=BOUND)
-
-
-def test_a_state_of_other_keys_is_refused_with_both(tmp_path: Path) -> None:
-    def save(kv: KVStore) -> None:
-        kv.init("w", np.ones(SHAPE, "float32"))
-        kv.save_states(tmp_path)
-
-    def load(kv: KVStore) -> None:
-        kv.init("w", np.ones(WIDE, "float32"))
-        with pytest.raises(KVError, match=r"'w'.*\(\d+, \d+\).*\(\d+, \d+\)"):
-            kv.load_states(tmp_path)
-
-    for script in (save, load):
-        run_job(script)
-
-
-def test_an_asynchronous_store_saves_and_loads_too(tmp_path: Path) -> None:
-    def script(kv: KVStore) -> Any:
-        start(kv)
-        if (tmp_path / "manifest.json").exists():
-            kv.load_states(tmp_path)
-        else:
-            train(kv, range(2))
-            kv.barrier()
-            kv.save_states(tmp_path)
-        out = values(kv)
-        kv.barrier()
-        train(kv, range(1))
-        return out
-
-    saved = run_job(script, type_name="dist_async", bigarray_bound=BOUND)[0]
-    assert same(run_job(script, 2, 1, type_name="dist_async", bigarray_bound=BOUND)[1], saved)
-
-
-def test_a_load_brings_the_rule_with_it_where_none_is_set(tmp_path: Path) -> None:
-    def script(kv: KVStore) -> Any:
-        kv.init("w", np.ones(SHAPE, "float32"))
-        if (tmp_path / "manifest.json").exists():
-            kv.load_states(tmp_path)
-        else:
-            kv.set_optimizer("sgd", learning_rate=0.5)
-            kv.push("w", np.ones(SHAPE, "float32"))
-            kv.save_states(tmp_path)
-        out = np.zeros(SHAPE, "float32")
-        kv.pushpull("w", np.ones(SHAPE, "float32"), out)
-        return float(out[0, 0])
-
-    for _ in range(2):
-        assert run_job(script) == [-1.0, -1.0]
 
 
 def test_a_rule_that_dislikes_a_value_on_one_server_changes_nothing_on_any(

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, run_job
+from cluster import run_job
 
 from distrun_runtime.arrays.dtypes import Buffer
-from distrun_runtime.errors import StoreClosed
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind
@@ -71,22 +70,6 @@ def test_a_value_that_was_pushed_may_be_overwritten_though_it_was_not_sent_yet()
     assert run_job(script, 1, 1, network=Slow().network) == [[float(number) for number in range(len(KEYS))]]
 
 
-def test_calls_on_one_key_keep_their_order_and_rounds() -> None:
-    def script(kv: KVStore) -> list[float]:
-        kv.init("w", full(0))
-        kv.init("v", full(0))
-        outs = [full(-1) for _ in range(6)]
-        calls = []
-        for number, out in enumerate(outs):
-            calls += [kv.push("w", full(number + 1), wait=False), kv.push("v", full(0), wait=False)]
-            calls.append(kv.pull("w", out=out, wait=False))
-        for call in calls:
-            call.wait()
-        return [float(out[0]) for out in outs]
-
-    assert run_job(script, 2, 1, network=Slow().network) == [[2.0 * (number + 1) for number in range(6)]] * 2
-
-
 def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
     """Worker 1 pushes `w` when it has the round of `v`, and that needs worker 0's push, made behind its pull of `w`."""
 
@@ -106,21 +89,6 @@ def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
         return float(out[0])
 
     assert run_job(script, 2, 1) == [3.0, 30.0]
-
-
-def test_what_was_not_sent_yet_is_sent_by_close_and_refused_after_it() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(KEYS, [full(0) for _ in KEYS])
-        for key in KEYS:
-            kv.push(key, full(1), wait=False)
-        kv.close()
-        with pytest.raises(StoreClosed):
-            kv.push("k0", full(1))
-
-    slow = Slow()
-    with Cluster(1, 1, over="inproc", network=slow.network) as job:
-        job.run(script)
-        assert slow.data >= 2
 
 
 def test_small_pushpulls_that_follow_each_other_share_messages_and_have_their_own_rounds() -> None:

@@ -19,7 +19,8 @@ from gpustores import Store, put
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Threads, is_on_host, on_host
+from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.device import is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import NodeSession

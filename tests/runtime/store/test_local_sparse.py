@@ -115,70 +115,6 @@ def test_ten_rounds_of_random_rows_pushed_to_dense_keys_equal_numpys(kv: KVStore
                 assert np.abs(out - expected[number]).sum() / np.abs(expected[number]).sum() < 1e-6
 
 
-def test_without_a_rule_rows_that_nobody_pushed_become_zero(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.full(SHAPE, 7.0)))
-    kv.push("a", ones([2, 2, 0]))
-    assert dense(kv, "a")[:, 0].tolist() == [1, 0, 2, 0]
-    kv.push("a", RowSparse.empty(SHAPE, "float64"))
-    assert not dense(kv, "a").any()
-
-
-def test_a_rule_touches_only_the_rows_that_were_pushed(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
-    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5, wd=0.1)
-    kv.push("a", ones([1]))
-    kv.push("a", ones([1, 3]))
-    weight = dense(kv, "a")
-    # Row 1 twice: v = -0.5 * 1.1, w = 0.45; v = 0.5 v - 0.5 (1 + 0.045), w += v. Row 3 once; the others never.
-    assert np.allclose(weight[:, 0], [1, 0.45 - 0.275 - 0.5225, 1, 0.45], rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [("lamb", {}), ("lars", {"momentum": 0.5}), ("sgd", {"momentum": 0.5, "lazy_update": False})],
-)
-def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(
-    kv: KVStore, name: str, params: dict[str, Any]
-) -> None:
-    """Such rules failed with every push of rows."""
-    kv.init(["a", "b"], [RowSparse.from_dense(np.ones(SHAPE)), np.ones(SHAPE)])
-    kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
-    for rows in ([1], [3, 1], []):
-        kv.push(["a", "b"], [ones(rows), ones(rows).to_dense()])
-    assert np.array_equal(dense(kv, "a"), dense(kv, "b"))
-    assert not np.array_equal(dense(kv, "a"), np.ones(SHAPE))
-
-
-def test_an_array_pushed_to_a_row_sparse_key_touches_all_rows(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
-    kv.set_optimizer("sgd", learning_rate=0.5, wd=0.2)
-    kv.push("a", np.zeros(SHAPE))
-    assert np.allclose(dense(kv, "a"), 0.9, rtol=1e-12)
-
-
-def test_an_updater_receives_the_whole_value(kv: KVStore) -> None:
-    kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
-    seen: list[Any] = []
-    kv.set_updater(lambda key, received, stored: seen.append(received.copy()))
-    kv.push("a", [ones([1]), ones([1, 2])])
-    assert seen[0][:, 0].tolist() == [0, 2, 1, 0]
-
-
-def test_pushpull_gives_the_whole_table(kv: KVStore) -> None:
-    kv.init("a", RowSparse.empty(SHAPE, "float64"))
-    out = np.empty(SHAPE)
-    kv.pushpull("a", ones([3]), out=out)
-    assert out[:, 0].tolist() == [0, 0, 0, 1]
-
-
-def test_broadcast_and_assign_take_rows(kv: KVStore) -> None:
-    out = np.empty(SHAPE)
-    kv.broadcast("a", ones([0]), out)
-    assert out[:, 0].tolist() == [1, 0, 0, 0]
-    kv.assign("a", ones([1, 2]))
-    assert dense(kv, "a")[:, 0].tolist() == [0, 1, 1, 0]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2, 3), (0, 3), (6, 0)])
 def test_tables_of_any_shape_and_dtype_are_kept(kv: KVStore, shape: tuple[int, ...], dtype: str) -> None:
@@ -197,19 +133,3 @@ def test_many_row_numbers_in_one_pull_are_taken(kv: KVStore) -> None:
     out = np.empty(count, np.float32)
     kv.row_sparse_pull("a", out=out, row_ids=np.arange(count)[::-1])
     assert np.array_equal(out, np.arange(count)[::-1])
-
-
-def test_scipys_and_our_rows_are_the_same_value(kv: KVStore) -> None:
-    scipy_sparse = pytest.importorskip("scipy.sparse")
-    matrix = np.array([[0, 0], [1, 0], [0, 0], [2, 3.0]])
-    kv.init(["a", "b"], [scipy_sparse.csr_matrix(np.zeros((4, 2))), RowSparse.empty((4, 2), "float64")])
-    kv.push(
-        ["a", "b"], [[scipy_sparse.csr_matrix(matrix), scipy_sparse.coo_array(matrix)], RowSparse.from_dense(matrix)]
-    )
-    assert np.array_equal(dense(kv, "a", (4, 2)), 2 * matrix)
-    assert np.array_equal(dense(kv, "b", (4, 2)), matrix)
-
-
-def test_rows_of_a_dtype_that_a_store_cannot_hold_are_refused(kv: KVStore) -> None:
-    with pytest.raises(KVError, match="key 'a': a ndarray gives dtype bool, expected one of float16"):
-        kv.init("a", RowSparse(np.ones((1, 2), bool), [1], (3, 2)))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import run_job
-from rules_of_users import Choosy
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
@@ -146,18 +145,6 @@ def test_residuals_of_several_workers_are_dropped_with_a_warning(tmp_path: Path)
     assert out.tolist() == [0, 0, 0]
 
 
-def test_what_was_saved_before_is_replaced_and_its_data_removed(tmp_path: Path) -> None:
-    kv = filled(**SGD)
-    kv.save_states(tmp_path / "new folder")
-    push(kv)
-    kv.save_states(tmp_path / "new folder")
-    names = sorted(path.name for path in (tmp_path / "new folder").iterdir())
-    assert [name.partition("-")[0] for name in names] == ["data", "manifest.json"]
-    other = filled(**SGD)
-    other.load_states(tmp_path / "new folder")
-    assert everything(other) == everything(kv)
-
-
 def test_a_save_that_fails_leaves_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = filled(**SGD)
     push(kv)
@@ -213,21 +200,6 @@ def test_states_of_other_keys_shapes_or_rules_are_refused_by_name(tmp_path: Path
     different.init(["w", "t", "h"], [np.zeros((3, 2)), RowSparse.empty((4, 2), "float64"), np.zeros(2, BFLOAT16)])
     with pytest.raises(KVError, match=r"key 'w': the store has shape \(3, 2\) float64, the saved states have"):
         different.load_states(tmp_path)
-
-
-def test_a_users_rule_that_dislikes_a_value_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = filled()
-    kv.set_optimizer("rules_of_users:Choosy")
-    push(kv)
-    kv.save_states(tmp_path)
-    other = filled()
-    before = everything(other)
-    monkeypatch.setattr(Choosy, "refused", 2)
-    with pytest.raises(ValueError, match="2 elements are too many"):
-        other.load_states(tmp_path)
-    assert str(everything(other)) == str(before)
-    other.push("w", np.ones((2, 3)))
-    assert everything(other)[0] == np.ones((2, 3)).tolist(), "there is no rule: the sum is stored"
 
 
 def test_counters_grow_with_every_call() -> None:

@@ -1,6 +1,6 @@
-"""Errors that nobody waited for, of several calls, and the thread of collective calls.
+"""Errors that nobody waited for, of several calls.
 
-What a store's calls show of them is in tests/runtime/test_kvstore_lifetime.py.
+What a store's calls show of them, and of the thread of collective calls, is in tests/runtime/test_kvstore_lifetime.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import pytest
 
 from distrun_runtime.errors import KVError, PeerLost, TimedOut
-from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late, Line
-
-DEADLINE_S = 60.0
+from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late
 
 
 def test_of_several_late_errors_the_first_is_raised_and_the_others_are_its_notes() -> None:
@@ -68,46 +66,6 @@ def test_of_two_that_wait_for_a_call_the_first_to_give_up_leaves_the_error_to_th
             failing.wait(0)
         failing.run()
         late.raise_first()
-
-
-def test_a_task_that_is_run_is_done_and_gives_back_what_it_held() -> None:
-    done: list[int] = []
-    task = BackgroundCall("init of key 'w'", lambda: done.append(1), Late())
-    assert not task.is_done
-    assert repr(task) == "<Pending init of key 'w'>"
-    task.run()
-    task.wait(0)
-    assert done == [1]
-    assert repr(task) == "<Pending init of key 'w': done>"
-    assert not hasattr(task, "_body")
-
-
-def test_a_line_runs_its_tasks_in_order_and_goes_on_after_one_that_failed() -> None:
-    order: list[int] = []
-    late = Late()
-
-    def fail() -> None:
-        order.append(1)
-        raise ZeroDivisionError("mine")
-
-    line = Line("calls")
-    line.finish()
-    bodies = [lambda: order.append(0), fail, lambda: order.append(2)]
-    tasks = [BackgroundCall(str(number), body, late) for number, body in enumerate(bodies)]
-    for task in tasks:
-        line.put(task)
-    line.finish()
-    assert order == [0, 1, 2]
-    with pytest.raises(ZeroDivisionError):
-        tasks[1].wait()
-    late.raise_first()
-
-
-def test_a_task_may_finish_its_own_line() -> None:
-    line = Line("calls")
-    task = BackgroundCall("calls itself", line.finish, Late())
-    line.put(task)
-    task.wait(DEADLINE_S)
 
 
 def _fail() -> None:

@@ -8,6 +8,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manual import ManualJob
 
+from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.protocol.message import Kind
@@ -172,6 +174,29 @@ def test_steady_calls_give_their_shared_memory_back_without_a_search_for_garbage
     assert max(sizes) < steps // 2 * 4 * size
 
 
+def test_a_steady_pushpull_uses_the_shared_memory_of_the_one_before(steady: list[plans.SteadyCall]) -> None:
+    def script(kv: KVStore) -> list[int]:
+        kv.init("a", full(0, (500_000,)))
+        value, seen = full(1, (500_000,)), list[int]()
+        staging: Any = kv._backend._node._memory.staging  # type: ignore[attr-defined]
+        make = staging.empty
+
+        def watched(*what: Any) -> Any:
+            made = make(*what)
+            seen.append(address_of(made))
+            return made
+
+        staging.empty = watched
+        for _ in range(20):
+            kv.pushpull("a", value, full(0, (500_000,)))
+        return seen[2:]
+
+    for rank, seen in enumerate(run_job(script, 2, 1, over="direct")):
+        # A call that has become a request, as this machine was slow, has it for longer.
+        requests = sum(one.is_request for one in steady if one.rank == rank)
+        assert sum(one != other for one, other in pairwise(seen)) <= 2 * requests
+
+
 # What is no steady call
 
 
@@ -242,6 +267,7 @@ def test_outputs_that_cannot_be_written_are_refused_though_the_call_was_planned(
         bad: list[tuple[Any, Any, str]] = [
             ("w", fixed, "read-only|writ"),
             (keys, [full(0), fixed], "read-only|writ"),
+            ("w", np.lib.stride_tricks.as_strided(shared, SHAPE, (0, 4)), "share memory"),
             (keys, [shared[:2], shared[1:]], "share memory"),
             (keys, [shared[:2], shared[:2]], "share memory"),
             (keys, None, "None"),

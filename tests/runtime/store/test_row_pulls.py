@@ -31,13 +31,6 @@ def rows_read(kv: KVStore, out: object, ids: object, key: object = "t") -> int:
     return int(kv.stats()[0]["bytes_out"] - before) // ROW_BYTES
 
 
-def test_a_row_sparse_output_gets_its_rows_ascending_each_once(kv: KVStore) -> None:
-    out = RowSparse.empty((6, 2), "float64")
-    assert rows_read(kv, out, [4, 0, 4]) == 2
-    assert (out.rows.tolist(), out.rows.dtype) == ([0, 4], np.int64)
-    assert out.values.tolist() == [[0, 1], [8, 9]]
-
-
 @pytest.mark.parametrize("shape", [(6, 2), (2, 3, 2)])
 def test_an_array_gets_a_row_for_each_number_in_their_order(kv: KVStore, shape: tuple[int, ...]) -> None:
     ids = np.array([[5, 1, 1], [0, 5, 2]])
@@ -116,11 +109,6 @@ def test_a_number_that_is_no_row_is_an_error_that_names_it(kv: KVStore, ids: obj
 def test_an_output_that_does_not_fit_is_an_error_that_names_both(kv: KVStore, out: object, words: str) -> None:
     with pytest.raises(KVError, match=words):
         kv.row_sparse_pull("t", out, row_ids=[1, 2])
-
-
-def test_a_dense_key_has_no_rows_to_pull(kv: KVStore) -> None:
-    with pytest.raises(KVError, match="key 'w' is not row-sparse: pull it as a whole"):
-        kv.row_sparse_pull("w", np.empty((1, 2)), row_ids=[0])
 
 
 def test_one_set_of_numbers_is_for_all_outputs_and_a_list_has_one_for_each(kv: KVStore) -> None:

@@ -43,15 +43,6 @@ print("alike")
 """
 
 
-def test_rows_may_come_in_any_order_and_more_than_once() -> None:
-    found = RowSparse(np.array([[1.0], [2.0], [4.0]]), [3, 1, 3], (5, 1))
-    one = found.canonical()
-    assert one.rows.tolist() == [1, 3]
-    assert one.values.tolist() == [[2.0], [5.0]]
-    assert found.to_dense().tolist() == [[0], [2], [0], [5], [0]]
-    assert one.canonical() is one
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 7), max_size=20),
@@ -66,11 +57,6 @@ def test_canonical_has_each_row_once_and_the_same_sum(rows: list[int], shape: tu
     assert one.rows.tolist() == sorted(set(rows))
     assert one.values.dtype == dtype
     np.testing.assert_array_equal(one.to_dense(), dense)
-
-
-def test_from_dense_takes_arrays_without_elements() -> None:
-    for shape in ((0, 3), (3, 0), (0,)):
-        assert RowSparse.from_dense(np.zeros(shape)).values.shape == (0, *shape[1:])
 
 
 def test_from_dense_takes_the_rows_that_are_not_zero() -> None:
@@ -91,25 +77,6 @@ def test_sums_of_16_bit_floats_are_made_in_float32() -> None:
         one = RowSparse(values, [0, 0, 0], (1, 1)).canonical()
         assert one.dtype == dtype
         assert one.values.tobytes() == expected.tobytes()
-
-
-def test_total_adds_the_rows_of_all() -> None:
-    first = RowSparse(np.ones((2, 2)), [0, 2], (4, 2))
-    second = RowSparse(np.ones((2, 2)), [2, 3], (4, 2))
-    third = RowSparse.empty((4, 2), "float64")
-    found = RowSparse.total([first, second, third])
-    assert found.rows.tolist() == [0, 2, 3]
-    assert found.values.tolist() == [[1, 1], [2, 2], [1, 1]]
-    assert RowSparse.total([first]) is first
-
-
-def test_an_empty_one_has_no_rows_and_is_zero() -> None:
-    found = RowSparse.empty((3, 2))
-    assert found.values.shape == (0, 2)
-    assert found.dtype == np.float32
-    assert found.canonical() is found
-    assert found.to_dense().tolist() == [[0, 0]] * 3
-    assert RowSparse.empty((3,), "bfloat16").dtype == BFLOAT16
 
 
 def test_fill_exchanges_the_rows() -> None:
@@ -178,10 +145,6 @@ def test_what_is_no_shape_is_refused_with_what_one_is(shape: Any) -> None:
 def test_from_dense_of_a_single_number_is_refused() -> None:
     with pytest.raises(KVError, match="at least one dimension"):
         RowSparse.from_dense(np.float32(1))
-
-
-def test_repr_says_how_much_of_what() -> None:
-    assert repr(RowSparse(np.ones((1, 2)), [1], (3, 2))) == "RowSparse(1 of 3 rows, shape (3, 2), float64)"
 
 
 @pytest.mark.parametrize(

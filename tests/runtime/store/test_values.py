@@ -10,16 +10,13 @@ import pytest
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import (
-    RowSparse,
     array_of,
     contributions,
-    initial,
     key_of,
     keys_of,
     one_kind,
     output_of,
     outputs,
-    value_of,
 )
 
 A, B, C = np.ones(2), np.full(2, 2.0), np.full(2, 3.0)
@@ -98,25 +95,6 @@ def test_int_and_str_keys_in_one_call_or_store_are_an_error_that_names_both() ->
     one_kind([])
 
 
-def test_one_key_takes_one_array_or_a_list_of_one_for_each_device() -> None:
-    ((key, arrays),) = contributions("w", A)
-    assert key == "w"
-    assert arrays[0] is A
-    ((_, arrays),) = contributions("w", (A, B))
-    assert [arrays[0] is A, arrays[1] is B] == [True, True]
-
-
-def test_a_list_of_keys_takes_a_list_of_arrays_or_of_lists() -> None:
-    found = contributions([1, 2, 3], [A, [B, C], (A,)])
-    assert [(key, [array.tolist() for array in arrays]) for key, arrays in found] == [
-        (1, [[1, 1]]),
-        (2, [[2, 2], [3, 3]]),
-        (3, [[1, 1]]),
-    ]
-    assert [key for key, _ in contributions(range(2), (A, B))] == [0, 1]
-    assert contributions([], []) == []
-
-
 def test_a_repeated_key_is_one_key_with_all_its_arrays() -> None:
     found = contributions(["b", "a", "b"], [A, B, [C, C]])
     assert [(key, len(arrays)) for key, arrays in found] == [("b", 3), ("a", 1)]
@@ -140,13 +118,6 @@ def test_a_repeated_key_is_one_key_with_all_its_arrays() -> None:
 def test_keys_and_values_that_do_not_match_are_counted(key: object, value: object, words: str) -> None:
     with pytest.raises(KVError, match=words):
         contributions(key, value)
-
-
-def test_init_takes_each_key_once_with_one_value() -> None:
-    assert [(key, array.tolist()) for key, array in initial(["a", "b"], [A, [B]])] == [("a", [1, 1]), ("b", [2, 2])]
-    for key, value in ((["a", "a"], [A, A]), ("a", [A, A])):
-        with pytest.raises(KVError, match="key 'a' has 2 values in one init"):
-            initial(key, value)
 
 
 @pytest.mark.parametrize("dtype", dtypes.NAMES)
@@ -228,13 +199,3 @@ def test_bfloat16_of_ml_dtypes_is_viewed_as_ours_in_any_order() -> None:
         assert np.shares_memory(array_of("w", array), array)
         assert output_of("w", array).shape == array.shape
     assert array_of("w", given[0, 1]).dtype == dtypes.BFLOAT16
-
-
-def test_sparse_values_are_taken_where_arrays_are() -> None:
-    sparse = RowSparse(np.ones((1, 2)), [1], (3, 2))
-    assert value_of("w", sparse) is sparse
-    ((_, given),) = contributions("w", [sparse, np.ones((3, 2))])
-    assert [isinstance(value, RowSparse) for value in given] == [True, False]
-    assert initial("w", sparse) == [("w", sparse)]
-    with pytest.raises(KVError, match="key 'w': a RowSparse is filled by row_sparse_pull"):
-        outputs("w", sparse)

@@ -74,15 +74,6 @@ def test_trainers_that_differ_in_their_rules_are_told_when_they_are_made() -> No
             assert "wd is" not in said.partition("fix:")[0]
 
 
-def test_a_multiplier_of_one_worker_is_refused_with_the_parameters_name() -> None:
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
-        one.lr_mult = 1.0 + kv.rank
-        return refused(lambda: trainer.step(1))
-
-    for said in run(script):
-        assert "lr_mult of parameter 'x' is not set on worker-0, 2.0 on worker-1" in said
-
-
 def test_other_batch_sizes_in_update_are_refused_by_the_next_step() -> None:
     def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
         trainer.allreduce_grads()
@@ -173,19 +164,6 @@ def test_only_the_momentum_may_differ_after_a_load(tmp_path: Any) -> None:
 
     for said in run(script):
         assert "weights or states of the optimizer differ after load_states on worker-1" in said
-
-
-def test_states_that_all_load_are_no_difference(tmp_path: Any) -> None:
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> float:
-        trainer.step(2)
-        trainer.save_states(tmp_path / ("states-%d" % kv.rank))
-        trainer.step(2)
-        trainer.load_states(tmp_path / ("states-%d" % kv.rank))
-        assert trainer.step(2)
-        assert trainer.step(2)
-        return float(one.data[0])
-
-    assert run(script) == [-3, -3]
 
 
 def test_nothing_more_is_sent_while_all_is_alike() -> None:
@@ -343,11 +321,3 @@ def test_the_rate_of_a_worker_that_has_joined_is_compared_when_it_is_back() -> N
 
     for said in run_on_store(script):
         assert "learning_rate is 0.25 on worker-0, 0.5 on worker-1" in said
-
-
-def test_without_rounds_the_last_change_of_the_rate_counts() -> None:
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> bool:
-        trainer.set_learning_rate(0.5 * (1 + kv.rank))
-        return trainer.step(1)
-
-    assert run_on_store(script, type_name="dist_async") == [True, True]

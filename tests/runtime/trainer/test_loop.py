@@ -56,27 +56,6 @@ def test_two_lines_more_and_it_is_the_same_training_on_many_machines(update_on_k
             np.testing.assert_allclose(got, expected, rtol=1e-11)
 
 
-def test_gradients_of_means_take_a_batch_size_of_one() -> None:
-    x, y = examples(48)
-
-    def script(kv: KVStore) -> list[np.ndarray]:
-        model = Linear(seed=3 + kv.rank)
-        mine = [(bx[kv.rank :: 2], by[kv.rank :: 2]) for bx, by in cut(x, y, 16)]
-
-        def step(batch: tuple[np.ndarray, np.ndarray]) -> None:
-            model.backward(*batch)
-            for one in model.params.values():
-                one.grad[...] /= len(batch[0])
-
-        fit(step, model.params, mine, kv, "sgd", RATE, epochs=2, batch_size=1)
-        return model.weights
-
-    with Cluster(2, over="inproc") as job:
-        for weights in job.run(script):
-            for got, expected in zip(weights, trained(cut(x, y, 16) * 2), strict=True):
-                np.testing.assert_allclose(got, expected, rtol=1e-11)
-
-
 class Counted:
     """Data of some batches that notes how often it was started, and which batches were taken."""
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
+from distrun_runtime.arrays.cores import Threads
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.trainer import Parameter, Trainer, trainer
+from distrun_runtime.trainer.exchange import StoreExchange
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
 RATE = {"learning_rate": 1.0}
@@ -70,6 +72,26 @@ def test_gradients_travel_as_they_are_assigned_and_weights_change_in_step(update
     assert run(script, over=over) == [(1, [0.0] * 5, weights)] * 2
 
 
+def test_beside_backward_gradients_are_copied_by_half_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    send = StoreExchange.send
+
+    def counted(exchange: StoreExchange, *arguments: Any) -> Any:
+        counts.append(Threads(6).count())
+        return send(exchange, *arguments)
+
+    monkeypatch.setattr(StoreExchange, "send", counted)
+
+    def script(kv: KVStore) -> None:
+        params = parameters(3)
+        trainer = Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
+        backward(params, 1)
+        assert trainer.step()
+
+    run(script, workers=1)
+    assert counts == [3]  # the last group is sent by `step`, when backward is over
+
+
 @UPDATES
 @pytest.mark.parametrize("kind", ["dist_sync", "local"])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -101,16 +123,6 @@ def test_a_second_gradient_before_step_is_refused_by_name(update_on_kvstore: boo
     for text in run(script):
         assert "parameter 'w4' got another gradient before step" in text
         assert "overlap=False" in text
-
-
-def test_a_second_gradient_is_refused_also_where_the_first_one_waits_for_its_group() -> None:
-    def script(kv: KVStore) -> str:
-        params = parameters()
-        Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
-        params[4].grad = np.ones(12)  # w3 and w4 are a group.
-        return refusal(lambda: backward(params, 1.0))
-
-    assert all("parameter 'w4' got another gradient before step" in text for text in run(script))
 
 
 def test_the_parameters_that_come_last_are_left_to_step() -> None:
@@ -227,17 +239,6 @@ def test_multipliers_that_are_set_after_a_part_was_sent_hold_from_the_next_step_
         return seen
 
     assert run(script) == [[[-1.0, -2.0, -3.0], [-2.0, -4.0, -33.0]]] * 2
-
-
-def test_in_dist_async_gradients_are_sent_at_once_too() -> None:
-    def script(kv: KVStore) -> list[float]:
-        params = parameters()
-        trainer = Trainer(params, "sgd", RATE, kvstore=kv, overlap=True)
-        backward(params, 1.0)
-        assert trainer.step()
-        return first(params)
-
-    assert run(script, "dist_async", workers=1) == [[-1.0, -2.0, -3.0, -4.0, -5.0]]
 
 
 def test_a_closed_trainer_sends_nothing_more() -> None:

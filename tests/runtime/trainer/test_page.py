@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import run_script
 
 from distrun_runtime.trainer import Parameter, Trainer, fit
 
@@ -42,12 +43,8 @@ def test_fit_of_the_page_trains_alike_on_two_workers_of_a_job(tmp_path: Path) ->
     """The workers have two batches and one: the second joins."""
     (loop,) = (block for block in BLOCKS if "trainer = fit(" in block)
     head = BLOCKS[0].partition("trainer = ")[0]
-    script = tmp_path / "program.py"
-    script.write_text(head + loop.replace('create("local")', 'create("dist_sync")') + "print(kv.rank)\n", "utf-8")
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "1", "--launcher", "local"]
-    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), sys.executable, str(script)]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    text = head + loop.replace('create("local")', 'create("dist_sync")') + "print(kv.rank)\n"
+    done = run_script(tmp_path, text, servers=1)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0", "1", "1.0", "1.0"]
 

@@ -1,4 +1,4 @@
-"""Parameters: weights with gradients, on devices. A device that is not the host goes through a buffer of the host."""
+"""Parameters: weights with gradients, on devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakearrays import FakeTorch, put
 
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
@@ -182,105 +183,55 @@ def test_masked_arrays_are_refused_as_weight_and_as_gradient() -> None:
     assert one.grad is None
 
 
-# --- devices that are not the host
+# --- tensors
 
 
-class FarTensor:
-    """As much of a torch tensor on a GPU as a trainer uses: its memory is out of numpy's reach."""
+class Tensor:
+    """As much of a torch tensor as a trainer uses; numpy gets none of type bfloat16."""
 
-    requires_grad = True
-    is_sparse = False
-    dtype = "torch.float32"
+    requires_grad, is_sparse, device, grad, _version = True, False, "cpu", None, 0
 
-    def __init__(self, array: np.ndarray, device: str = "cuda:0") -> None:
-        self._array, self.device, self.grad, self._version = array, device, None, 0
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self._array, self.dtype, self.shape = array, dtype, array.shape
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._array.shape
-
-    def detach(self) -> FarTensor:
+    def detach(self) -> Tensor:
         return self
 
-    def cpu(self) -> FarTensor:
-        return self if self.device == "cpu" else FarTensor(self._array.copy(), "cpu")
+    cpu = detach
 
-    def copy_(self, other: FarTensor) -> None:
-        self._array[...] = other._array
-        self._version += 1
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(self._array.view(dtype), "torch." + dtype)
 
-    def new_zeros(self, shape: tuple[int, ...]) -> FarTensor:
-        return FarTensor(np.zeros(shape, np.float32), self.device)
+    def new_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(np.zeros(shape, self._array.dtype), self.dtype)
 
     def numpy(self) -> np.ndarray:
-        assert self.device == "cpu", "a GPU's memory was read as the host's"
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
         return self._array
-
-
-def far(value: float) -> FarTensor:
-    return FarTensor(np.full(3, value, np.float32))
-
-
-def values(tensors: list[FarTensor]) -> list[float]:
-    return [float(one._array[0]) for one in tensors]
-
-
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-def test_weights_of_gpus_are_updated_through_the_host(update_on_kvstore: bool) -> None:
-    weights = [far(1), far(5)]
-    trainer = Trainer(
-        [weights], "sgd", {"learning_rate": 1.0, "momentum": 0.5}, "device", update_on_kvstore=update_on_kvstore
-    )
-    assert values(weights) == [1, 1]
-    for _ in range(2):
-        for weight, value in zip(weights, (1, 3), strict=True):
-            weight.grad = far(value)  # type: ignore[assignment]
-        trainer.step(4)
-    assert values(weights) == [-1.5, -1.5]
-
-
-def test_gradients_of_gpus_are_summed_in_their_place() -> None:
-    weights = [far(0), far(0)]
-    trainer = Trainer([weights], "sgd", {"learning_rate": 1.0}, "device", update_on_kvstore=False)
-    weights[0].grad = far(2)  # type: ignore[assignment]
-    trainer.allreduce_grads(ignore_stale_grad=True)
-    assert values([one.grad for one in weights]) == [2, 2]  # type: ignore[misc]
-    trainer.update(1)
-    assert values(weights) == [-2, -2]
-
-
-def test_without_a_store_a_gpu_is_updated_too() -> None:
-    weight = far(1)
-    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, None)
-    weight.grad = far(1)  # type: ignore[assignment]
-    trainer.step(1)
-    assert values([weight]) == [0]
-    Parameter(weight).set_data(np.full(3, 8.0))
-    assert values([weight]) == [8]
-
-
-class HalfTensor(FarTensor):
-    """As much of a bfloat16 tensor as a trainer uses: numpy gets none."""
-
-    dtype = "torch.bfloat16"
-
-    def view(self, dtype: str) -> FarTensor:
-        return FarTensor(self._array.view(dtype), "cpu")
-
-    def numpy(self) -> np.ndarray:
-        raise TypeError("Got unsupported ScalarType BFloat16")
 
 
 def test_what_looks_like_a_bfloat16_tensor_is_known_by_its_dtypes_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(bfloat16=object(), int16="int16"))  # type: ignore[arg-type]
-    one = Parameter(HalfTensor(narrow(ones(3), BFLOAT16), "cpu"))
+    one = Parameter(Tensor(narrow(ones(3), BFLOAT16), "torch.bfloat16"))
     assert one.dtype == BFLOAT16
     assert one.shape == (3,)
 
 
 def test_a_tensor_has_its_gradient_itself() -> None:
     with pytest.raises(KVError, match=r"has its gradient in \.grad"):
-        Parameter(far(1), np.ones(3))
+        Parameter(Tensor(ones(3), "torch.float32"), np.ones(3))
+
+
+def test_a_device_without_a_gradient_gets_the_sum_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    torch.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=lambda tensors: None))  # type: ignore[attr-defined]
+    put(monkeypatch, torch)
+    weights = [Tensor(np.zeros(3, np.float32), "torch.float32") for _ in range(2)]
+    trainer = Trainer([weights], "sgd", {"learning_rate": 1.0}, "device", update_on_kvstore=False)
+    weights[0].grad = Tensor(np.full(3, 2, np.float32), "torch.float32")  # type: ignore[assignment]
+    trainer.allreduce_grads(ignore_stale_grad=True)
+    assert [one.grad.numpy().tolist() for one in weights] == [[2, 2, 2]] * 2  # type: ignore[attr-defined]
 
 
 def test_a_gradient_that_cannot_be_written_is_replaced_not_written() -> None:

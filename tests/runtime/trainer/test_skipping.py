@@ -45,19 +45,6 @@ def test_a_step_that_one_worker_skips_is_skipped_by_all(update_on_kvstore: bool,
 
 
 @UPDATES
-def test_all_workers_may_skip_the_same_step(update_on_kvstore: bool) -> None:
-    def script(kv: KVStore) -> float:
-        one = Parameter(np.zeros(3), name="x")
-        trainer = Trainer([one], "sgd", RATE, kvstore=kv, update_on_kvstore=update_on_kvstore)
-        trainer.skip_step()
-        one.grad = np.ones(3)
-        assert trainer.step(2)
-        return float(one.data[0])
-
-    assert run(script) == [-1, -1]
-
-
-@UPDATES
 @pytest.mark.parametrize("size", [10, 300_000], ids=["in one call", "in two calls"])
 def test_a_gradient_that_cannot_be_compressed_is_refused_before_anything_is_sent(
     update_on_kvstore: bool, size: int

@@ -14,7 +14,6 @@ from linear import Linear, examples
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.trainer import Parameter, Trainer
 
 X, Y = examples(60)
@@ -163,28 +162,6 @@ def test_a_place_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError) as caught:
         Trainer([Parameter(np.zeros(2))], "sgd", kvstore=None).save_states(path)
     assert caught.value.filename == str(path)
-
-
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-def test_a_schedule_goes_on_where_it_was(tmp_path: Path, update_on_kvstore: bool) -> None:
-    def trainer() -> tuple[Parameter, Trainer]:
-        one = Parameter(np.zeros(2), np.ones(2), name="w")
-        rule = {"learning_rate": 1.0, "lr_scheduler": Factor(2, 0.5)}
-        return one, Trainer([one], "sgd", rule, kvstore="local", update_on_kvstore=update_on_kvstore)
-
-    one, first = trainer()
-    for _ in range(5):
-        first.step(1)
-    assert first.learning_rate == 0.25
-    first.save_states(tmp_path / "states")
-    other, second = trainer()
-    second.load_states(tmp_path / "states")
-    assert second.learning_rate == 0.25
-    for each in (first, second):
-        each.step(1)
-        each.step(1)
-        assert each.learning_rate == 0.125
-    assert (other.data == one.data).all()
 
 
 def test_workers_of_one_host_may_save_into_one_file_at_the_same_time(tmp_path: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import outcomes_of, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "torch_program.py"
@@ -19,12 +16,7 @@ CASES = re.findall(r"^def (\w+)\(\) -> None:", PROGRAM.read_text("utf-8").partit
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    python = python_of("torch")
-    env = {**os.environ, "PYTHONPATH": "%s:%s" % (ROOT / "runtime", PROGRAM.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, PROGRAM], env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, str] = json.loads(done.stdout)
-    return result
+    return outcomes_of(PROGRAM, python_of("torch"))
 
 
 @pytest.mark.peers
@@ -77,12 +69,7 @@ def test_workers_of_a_job_hear_of_a_change_on_one_of_them_and_go_on_or_end(
     tmp_path: Path, update_on_kvstore: str
 ) -> None:
     """The second change is not caught: the job ends with the parameter's name, and no worker waits."""
-    script = tmp_path / "program.py"
-    script.write_text(CHANGING, "utf-8")
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "2", "--launcher", "local"]
-    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), python_of("torch"), str(script), update_on_kvstore]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = run_script(tmp_path, CHANGING, update_on_kvstore, python=python_of("torch"), servers=2)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     refusals = [line for line in lines if line.startswith("refused")]

@@ -198,13 +198,6 @@ def test_any_number_of_devices_with_any_shares_trains_to_the_same_weights(
         np.testing.assert_allclose(got, expected, rtol=1e-11)
 
 
-def test_without_a_store_every_device_trains_alone() -> None:
-    one = zeros_on(2)
-    one.list_grad()[1][...] = 3
-    Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=None).step(1)
-    assert [data[0] for data in one.list_data()] == [-1, -3]
-
-
 # --- rules
 
 
@@ -285,13 +278,6 @@ def test_a_rule_without_a_learning_rate_says_so() -> None:
         _ = trainer.learning_rate
 
 
-def test_multipliers_are_a_parameters_own() -> None:
-    frozen, half = Parameter(ones(2), ones(2), name="a", lr_mult=0), Parameter(ones(2), ones(2), name="b", wd_mult=0.5)
-    Trainer([frozen, half], "sgd", {"learning_rate": 1.0, "wd": 1.0}, kvstore=None).step(1)
-    assert list(frozen.data) == [1, 1]
-    assert list(half.data) == [-0.5, -0.5]
-
-
 # --- gradients that are missing
 
 
@@ -309,15 +295,6 @@ def test_a_parameter_without_a_gradient_is_named_and_nothing_is_done(
     trainer.step(devices, ignore_stale_grad=True)
     assert (used.data == -1).all()
     assert (unused.data == 1).all()
-
-
-def test_a_gradient_counts_for_one_step() -> None:
-    one = Parameter(ones(2), name="w")
-    trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=None)
-    one.grad = ones(2)
-    trainer.step(1)
-    with pytest.raises(KVError, match="'w' has no new gradient"):
-        trainer.step(1)
 
 
 @pytest.mark.parametrize("size", [0, -1, float("inf"), float("nan"), "8", True, pytest.param(10**400, id="huge")])
@@ -386,11 +363,6 @@ def test_a_distributed_store_without_a_job_is_refused(monkeypatch: pytest.Monkey
         Trainer([zeros_on(1)], "sgd", HALF)
 
 
-def test_an_impossible_wish_is_refused_before_a_job_is_joined() -> None:
-    with pytest.raises(KVError, match="async mode"):
-        Trainer([zeros_on(1)], "sgd", HALF, kvstore="dist_async", update_on_kvstore=False)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -449,17 +421,6 @@ def test_assigned_weights_reach_store_and_masters() -> None:
         one.grad = np.ones(2, np.float16)
         trainer.step(devices)
         assert (one.list_data()[-1] == 8).all()
-
-
-def test_compression_means_elements_of_the_gradient_whatever_the_batch_size() -> None:
-    """2bit with threshold 0.5 of gradients 0.4: nothing, then 0.5; divided by the batch afterwards."""
-    one = zeros_on(2, 0.4)
-    compression = {"type": "2bit", "threshold": 0.5, "min_size": 0}
-    trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore="device", compression_params=compression)
-    trainer.step(10)
-    assert (one.data == 0).all()
-    trainer.step(20)
-    np.testing.assert_allclose(one.data, -(2 * 0.5) / 20, rtol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"kvstore": None}, {"kvstore": "local", "update_on_kvstore": True}], ids=str)
@@ -568,15 +529,6 @@ def test_a_key_of_ones_own_is_refused_in_a_store_whose_rule_updates_weights(orde
             with pytest.raises(KVError, match=r"key 100: .* would update it; fix: .*kvstore.create\('local'\)"):
                 kv.init(100, np.zeros(1))
             trainer.close()
-
-
-def test_a_key_of_ones_own_keeps_what_is_pushed_where_the_trainer_updates() -> None:
-    with kvstore.create("local") as kv:
-        Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv, update_on_kvstore=False)
-        metric = np.zeros(1)
-        kv.init(100, metric)
-        kv.pushpull(100, [np.ones(1), 2 * np.ones(1)], out=metric)
-        assert metric == [3]
 
 
 def test_a_store_whose_trainer_could_not_be_made_takes_keys() -> None:

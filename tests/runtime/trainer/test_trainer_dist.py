@@ -12,7 +12,6 @@ from linear import RATE, Linear, examples, trained
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer, agreement
@@ -173,25 +172,6 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvsto
     assert run(script, workers=3) == [(expected, 1.0)] * 3
 
 
-@UPDATES
-def test_a_schedule_is_alike_on_all_after_a_join(update_on_kvstore: bool) -> None:
-    """Rank 0 joins after one step of two."""
-
-    def script(kv: KVStore) -> float:
-        one = Parameter(np.zeros(2), name="x")
-        rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
-        trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
-        for _ in range(kv.rank + 1):
-            one.grad = np.ones(2)
-            trainer.step(1)
-        trainer.join()
-        one.grad = np.ones(2)
-        trainer.step(1)
-        return trainer.learning_rate
-
-    assert run(script) == [0.25, 0.25]
-
-
 def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
     """Rank 1 pushes once more; the trainer's own way of joining would leave that round open."""
 
@@ -310,17 +290,6 @@ def test_rates_and_multipliers_change_on_the_servers(type_name: str) -> None:
         assert run(script, type_name) == [[-1.0, -3.0, -4.0]] * 2
 
 
-def test_a_schedule_goes_on_on_the_servers() -> None:
-    def script(kv: KVStore) -> tuple[float, float]:
-        one = Parameter(np.zeros(2), np.ones(2), name="x")
-        trainer = Trainer([one], "sgd", {"lr_scheduler": Factor(1, factor=0.5, base_lr=1.0)}, kvstore=kv)
-        for _ in range(3):
-            trainer.step(1)
-        return float(one.data[0]), trainer.learning_rate
-
-    assert run(script) == [(-3.5, 0.25)] * 2
-
-
 @UPDATES
 def test_saved_states_go_on_where_they_were(tmp_path, update_on_kvstore: bool) -> None:
     def script(kv: KVStore) -> list[float]:
@@ -362,18 +331,6 @@ def test_compression_works_through_a_trainer() -> None:
     assert run(script) == [-2 * (0.5 + 0.5) / 4] * 2
 
 
-def test_workers_with_other_parameters_are_told() -> None:
-    def script(kv: KVStore) -> str:
-        with pytest.raises(KVError) as caught:
-            Trainer([Parameter(ones(2 + kv.rank), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "(2,)" in said
-        assert "(3,)" in said
-        assert "worker-1 has parameter 'x' of shape" in said
-
-
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
     def script(kv: KVStore) -> str:
         with pytest.raises(KVError) as caught:
@@ -397,15 +354,6 @@ def test_what_a_step_waits_for_is_named_by_the_parameter() -> None:
     said = run(script)[0]
     assert "without pushing round 1" in said
     assert said.endswith(" (key 0 is parameter 'used', key 1 is parameter 'rare')")
-
-
-def test_a_rule_of_ones_own_is_imported_by_the_servers() -> None:
-    def script(kv: KVStore) -> float:
-        one = Parameter(np.zeros(2), np.ones(2), name="x")
-        Trainer([one], "rules_of_users:Sign", {"learning_rate": 0.5}, kvstore=kv).step(1)
-        return float(one.data[0])
-
-    assert run(script, imports=("rules_of_users",)) == [-0.5, -0.5]
 
 
 def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
@@ -474,26 +422,6 @@ def test_another_order_of_the_parameters_is_refused_with_both_ranks_and_names(up
         assert "fix: give the parameters in the same order on all workers" in said
 
 
-def test_parameters_without_names_are_told_apart_by_position_and_shape_only() -> None:
-    def script(kv: KVStore) -> float:
-        params = [Parameter(np.zeros(3), np.ones(3)), Parameter(np.zeros(3), np.ones(3))]
-        Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv).step(1)
-        return float(params[1].data[0])
-
-    assert run(script) == [-2, -2]
-
-
-def test_an_array_that_only_one_worker_calls_by_a_name_is_refused() -> None:
-    def script(kv: KVStore) -> str:
-        one = Parameter(np.zeros(3), name="" if kv.rank else "x")
-        with pytest.raises(KVError) as caught:
-            Trainer([one], "sgd", kvstore=kv)
-        return str(caught.value)
-
-    for said in run(script):
-        assert "parameter 'x'" in said
-
-
 # --- trainers with different rules, and trainers that are made after an error
 
 
@@ -525,21 +453,6 @@ def test_another_rule_than_the_store_has_is_refused_with_advice_that_exists_for_
         assert "sgd, not adam" in said
         assert "fix: give the trainer the store's rule, or another store" in said
         assert "replace=True" not in said
-
-
-def test_another_rule_for_a_store_is_refused_with_both_ranks() -> None:
-    def script(kv: KVStore) -> str:
-        if kv.rank == 0:
-            kv.set_optimizer("sgd", learning_rate=0.5)
-        kv.barrier()
-        if kv.rank == 1:
-            with pytest.raises(KVError) as caught:
-                kv.set_optimizer("sgd", learning_rate=0.25)
-            return str(caught.value)
-        return ""
-
-    said = run(script)[1]
-    assert "sgd with learning_rate=0.5, not 0.25 (worker-0 has set it, worker-1 asks for the other)" in said
 
 
 @pytest.fixture

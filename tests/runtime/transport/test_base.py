@@ -82,15 +82,6 @@ def test_a_connection_comes_up_and_carries_frames_both_ways(make: Make) -> None:
     assert (answer.link, frames_of(answer)) == ("server-0", [b"one", b"", b"three", b"four"])
 
 
-def test_messages_of_a_connection_keep_their_order(make: Make) -> None:
-    acceptor, opener, _ = linked(make)
-    for number in range(600):
-        opener.send("server-0", [b"%d" % number, b""])
-    assert [frames_of(event)[0] for event in arrived(acceptor, 600, opener)] == [
-        b"%d" % number for number in range(600)
-    ]
-
-
 def test_a_message_of_many_frames_arrives_whole(make: Make) -> None:
     acceptor, opener, _ = linked(make)
     frames = [b"%d" % number * (number % 7) for number in range(3000)]
@@ -242,16 +233,6 @@ def test_an_unknown_connection_cannot_be_sent_on(make: Make) -> None:
     for link in ("server-9", "in:00ff"):
         with pytest.raises(ConnectionError):
             transport.send(link, [b"", b""])
-
-
-def test_a_wake_from_another_thread_ends_a_poll(make: Make) -> None:
-    transport = make()
-    started = time.monotonic()
-    timer = threading.Timer(0.1, transport.wake)
-    timer.start()
-    assert transport.poll(60) == []
-    assert time.monotonic() - started < 30
-    timer.join()
 
 
 def test_a_wake_before_the_poll_is_not_lost(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -22,6 +23,7 @@ from transports import DEADLINE_S, LONG, closed_at_the_end, endpoint, has, until
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import host_paths, host_segments
 from distrun_runtime.transport.base import Arrived, Down, PathChosen, Released
+from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import NotShared, Segments
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -44,11 +46,12 @@ class Seen(ZmqTransport):
 class Pair:
     """An acceptor and an opener in this process, which have welcomed each other."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, *, streams: bool = False, **more: Any) -> None:
         self.pools = Pool(), Pool()
         self.wires = Seen(), Seen()
+        inner: Any = [DirectTransport(wire, TOKEN) for wire in self.wires] if streams else self.wires
         self.acceptor, self.opener = (
-            BulkTransport(wire, TOKEN, [pool], **more) for wire, pool in zip(self.wires, self.pools, strict=True)
+            BulkTransport(wire, TOKEN, [pool], **more) for wire, pool in zip(inner, self.pools, strict=True)
         )
         self.link = welcomed(self.acceptor, self.opener)
 
@@ -66,7 +69,6 @@ class Pair:
     def array(self, size: int = 100_000, value: float = 1.0, pool: int = 1) -> Any:
         """Return an array in the shared memory of the opener (1) or acceptor (0)."""
         array = self.pools[pool].empty((size,), np.dtype(np.float32))
-        assert array is not None
         array[...] = value
         return array
 
@@ -87,23 +89,21 @@ def pair() -> Iterator[Callable[..., Pair]]:
         yield make
 
 
+@pytest.fixture
+def one(pair: Callable[..., Pair]) -> Pair:
+    """A pair that has agreed to share memory."""
+    made = pair()
+    made.agree()
+    return made
+
+
 def bytes_of(array: Any) -> memoryview:
     data: memoryview = array.reshape(-1).view(np.uint8).data
     return data
 
 
-def test_two_processes_of_one_host_agree_to_share_memory(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    assert not one.opener.shares("server-0")
-    assert one.agree() == [PathChosen(one.link, "segments"), PathChosen("server-0", "segments")]
-    assert one.opener.shares("server-0")
-    assert one.acceptor.shares(one.link)
-
-
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., Pair], way: str) -> None:
-    one = pair()
-    one.agree()
+def test_a_large_frame_in_shared_memory_is_read_where_it_is(one: Pair, way: str) -> None:
     sender, receiver, link = (
         (one.opener, one.acceptor, "server-0") if way == "out" else (one.acceptor, one.opener, one.link)
     )
@@ -121,9 +121,27 @@ def test_a_large_frame_in_shared_memory_is_read_where_it_is(pair: Callable[..., 
     assert max(len(each) for each in one.wires[1 if way == "out" else 0].sent[-1]) < 200
 
 
-def test_memory_is_lent_until_its_receiver_has_dropped_it(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_who_takes_messages_before_they_arrive_gets_them_whole(pair: Callable[..., Pair]) -> None:
+    one = pair(streams=True)
+    one.opener.proven("server-0")
+    until(one.acceptor, has(PathChosen, 2), one.opener)
+    until(one.opener, lambda events: one.opener.shares("server-0"), one.acceptor)
+    taken: list[Any] = []
+
+    def sink(link: str, frames: Any) -> Any:
+        return taken.append(frames) if frames[0] == b"known" else frames
+
+    one.acceptor.pour(sink)
+    for head in (b"known", b"odd"):
+        one.opener.send("server-0", [head, b"", bytes_of(one.array())])
+    [arrived] = until(one.acceptor, has(Arrived), one.opener)
+    for frames in (*taken, arrived.frames):
+        assert host_segments.is_shared(frames[2])
+        assert np.array_equal(np.frombuffer(frames[2], np.float32), one.array())
+    assert [bytes(frames[0]) for frames in (*taken, arrived.frames)] == [b"known", b"odd"]
+
+
+def test_memory_is_lent_until_its_receiver_has_dropped_it(one: Pair) -> None:
     first, second = one.array(), one.array()
     lease, arrived = one.pass_on(b"", bytes_of(first), bytes_of(second))
     assert not lease.is_over
@@ -137,9 +155,7 @@ def test_memory_is_lent_until_its_receiver_has_dropped_it(pair: Callable[..., Pa
     assert until(one.opener, has(Released), one.acceptor) == [Released(lease)]
 
 
-def test_memory_that_is_lent_is_not_given_to_anybody_else(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_memory_that_is_lent_is_not_given_to_anybody_else(one: Pair) -> None:
     array = one.array(value=3.0)
     lease, arrived = one.pass_on(b"", bytes_of(array))
     del array
@@ -152,9 +168,7 @@ def test_memory_that_is_lent_is_not_given_to_anybody_else(pair: Callable[..., Pa
     assert len({each.__array_interface__["data"][0] for each in others}) == 20
 
 
-def test_small_frames_and_frames_of_other_memory_travel_as_bytes(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_small_frames_and_frames_of_other_memory_travel_as_bytes(one: Pair) -> None:
     small, private = one.array(host_paths.LARGE_BYTES // 4 - 1), np.ones(100_000, np.float32)
     _, arrived = one.pass_on(b"", bytes_of(small), bytes_of(private))
     assert [memoryview(frame).nbytes for frame in arrived.frames] == [0, small.nbytes, private.nbytes]
@@ -172,7 +186,6 @@ def test_messages_keep_their_order_and_contents_whatever_way_their_frames_go(pai
             data = chance.randbytes(chance.choice([0, 1, 7, 4096, 70_000]))
             if chance.random() < 0.6 and data:
                 array = one.pools[1].empty((len(data),), np.dtype(np.uint8))
-                assert array is not None
                 array[...] = np.frombuffer(data, np.uint8)
                 kept.append(array)
                 frames.append(array.data)
@@ -235,9 +248,7 @@ def test_segments_that_were_reserved_are_mapped_before_a_message_names_them(
         assert mapped_by(one, way) == mapped
 
 
-def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    one.agree()
+def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(one: Pair) -> None:
     one.opener._say("server-0", host_paths.BulkKind.SEGMENTS, {"segments": {"numbers": [1 << 20]}})
     [down] = [event for event in until(one.acceptor, has(Down), one.opener) if isinstance(event, Down)]
     assert "the descriptor of a segment did not come" in down.reason
@@ -331,13 +342,25 @@ def test_a_proof_is_good_for_one_connection(pair: Callable[..., Pair]) -> None:
         each.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@contextlib.contextmanager
+def another_user(program: str, *words: str) -> Iterator[str]:
+    """Let another user run a program on, from the line that it prints; what is imported, root imports before."""
+    code = "import distrun_runtime.transport.host_segments, numpy, os; os.setgid(65534); os.setuid(65534)\n"
+    command = [sys.executable, "-c", code + textwrap.dedent(program), *words]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as other:
+        yield other.stdout.readline()
+        other.stdin.close()
+
+
+@only_root
 def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair: Callable[..., Pair]) -> None:
-    one = pair()
-    acceptor = one.acceptor._segments
+    acceptor = pair().acceptor._segments
     offer = acceptor.offer("in:00")
-    program = textwrap.dedent(
-        """
+    program = """
         import sys
         from distrun_runtime.transport import host_segments
         from distrun_runtime.arrays.shared_memory import Pool
@@ -346,27 +369,13 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         print("sent", flush=True)
         sys.stdin.read()
         """
-        % TOKEN
-    )
-
-    # Imported as root, since nobody may not read every checkout.
-    code = "import distrun_runtime.transport.host_segments, numpy, os; os.setgid(65534); os.setuid(65534)\n" + program
-    with subprocess.Popen(
-        [sys.executable, "-c", code, offer["socket"], offer["nonce"]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == "sent\n"
+    with another_user(program % TOKEN, offer["socket"], offer["nonce"]) as said:
+        assert said == "sent\n"
         with pytest.raises(NotShared, match="no process with the right proof"):
             acceptor.taken("in:00")
-        other.stdin.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@only_root
 def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_from_later_workers(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,11 +385,8 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
     one = pair()
     one.agree()
     acceptor = one.acceptor._segments
-    knock = textwrap.dedent(
-        """
-        import os, socket, sys
-        os.setgid(65534)
-        os.setuid(65534)
+    knock = """
+        import socket, sys
         kept = []
         try:
             while len(kept) < 1000:
@@ -391,12 +397,8 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
             print("full", flush=True)
         sys.stdin.read()
         """
-    )
-    command = [sys.executable, "-c", knock, acceptor._name.decode()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == "full\n"
+    with another_user(knock, acceptor._name.decode()) as said:
+        assert said == "full\n"
         one.acceptor.poll(0)
         later = Segments(TOKEN, [Pool()])
         later.take("server-0", acceptor.offer("in:bb"))
@@ -404,7 +406,6 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
         later.ready("server-0", "")
         assert later.is_open("server-0")
         later.close()
-        other.stdin.close()
 
 
 GARBLED = {
@@ -416,9 +417,7 @@ GARBLED = {
 
 
 @pytest.mark.parametrize("what", GARBLED)
-def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(pair: Callable[..., Pair], what: str) -> None:
-    one = pair()
-    one.agree()
+def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(one: Pair, what: str) -> None:
     array = one.array()
     one.pass_on(b"", bytes_of(array))
     table = GARBLED[what].replace(struct.pack("<II", 1, 1), struct.pack("<II", 1, next(iter(_peer(one).mapped))))
@@ -608,7 +607,7 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
     else:  # Its descriptor was sent, and no message has named it yet.
         assert one.opener._segments.refer("server-0", bytes_of(one.array())) is not None
     pool.trim()
-    lease, arrived = one.pass_on(b"", bytes_of(one.array(20_000)))
+    lease, arrived = one.pass_on(b"", bytes_of(one.array(30_000)))
     assert len(pool.numbers) == 2
     deadline = time.monotonic() + DEADLINE_S
     while not set(mapped) < pool.numbers and time.monotonic() < deadline:
@@ -616,5 +615,5 @@ def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
         one.acceptor.poll(0.02)
     assert len(mapped) == 1
     assert set(mapped) < pool.numbers
-    assert np.array_equal(np.frombuffer(arrived.frames[1], np.float32), np.ones(20_000, np.float32))
+    assert np.array_equal(np.frombuffer(arrived.frames[1], np.float32), np.ones(30_000, np.float32))
     assert (first == 1).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -537,6 +538,47 @@ def test_a_forked_child_that_ends_ends_no_connection(pair: Callable[..., Pair]) 
     assert frames_of(arrived) == [b"still", b""]
 
 
+# Messages that are taken before they arrive
+
+
+def test_what_is_taken_is_no_event_and_the_poll_goes_on(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    taken: list[bytes] = []
+
+    def sink(link: str, frames: Any) -> Any:
+        assert link == one.link
+        if frames[0].startswith(b"known"):
+            taken.append(frames[0])
+            one.opener.send("server-0", [b"odd" if len(taken) == 2 else b"known again", b""])
+            return None
+        return [*frames, b"seen"]
+
+    one.acceptor.sink = sink
+    one.opener.send("server-0", [b"known", b""])
+    [arrived] = one.acceptor.poll(DEADLINE_S)  # in one wait: what was taken brought the next message
+    assert taken == [b"known", b"known again"]
+    assert frames_of(arrived) == [b"odd", b"", b"seen"]
+
+
+def test_nothing_is_taken_before_what_arrived_earlier(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.acceptor.sink = lambda link, frames: frames if frames[0] == b"odd" else None
+    for head in (b"known", b"odd", b"known"):
+        one.opener.send("server-0", [head, b""])
+    events = until(one.acceptor, has(Arrived, 2), one.opener)
+    assert [frames_of(event)[0] for event in events] == [b"odd", b"known"]
+
+
+def test_a_wake_ends_a_poll_whose_messages_are_taken(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.acceptor.sink = lambda link, frames: one.acceptor.wake()
+    one.opener.send("server-0", [b"known", b""])
+    assert one.acceptor.poll(DEADLINE_S) == []
+
+
 # Turns
 
 
@@ -564,6 +606,27 @@ def test_a_thread_with_the_turn_receives_on_the_links_that_it_has_taken(pair: Ca
     one.acceptor.send(one.link, [b"for all", b""])
     thread.join(DEADLINE_S)
     assert [frames_of(event) for event in polled if isinstance(event, Arrived)] == [[b"for all", b""]]
+
+
+def test_a_link_that_is_taken_again_and_again_changes_the_epoll_once_until_the_next_poll(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair()
+    one.agree()
+    turn, watched = one.opener.turn(), list[int]()
+    wait_for = one.opener._wait_for
+    monkeypatch.setattr(one.opener, "_wait_for", lambda fd, mask: (watched.append(mask), wait_for(fd, mask)))
+    for polls in range(2):
+        with turn.lock:
+            for _ in range(3):
+                one.opener.take(("server-0",))
+                one.acceptor.send(one.link, [b"mine", b""])
+                assert one.opener.wait(DEADLINE_S)
+                one.opener.give_back(("server-0",), drops=True)
+            assert watched == [0, select.EPOLLIN] * polls + [0]
+            one.acceptor.send(one.link, [b"for all", b""])
+            [arrived] = until(one.opener, has(Arrived))
+            assert frames_of(arrived) == [b"for all", b""]
 
 
 def test_what_was_not_removed_is_delivered_by_the_next_poll(pair: Callable[..., Pair]) -> None:

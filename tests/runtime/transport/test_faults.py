@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from scripted_transport import Held, Script
+from scripted_transport import Held, Script, check_calls
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
@@ -167,15 +167,7 @@ def test_what_is_late_on_a_connection_that_was_closed_is_not_heard() -> None:
 
 def test_every_other_call_and_event_goes_through() -> None:
     through, script = faulty("drop=100")
-    assert through.bind("127.0.0.1") == 7
-    through.connect("x", "tcp://1.2.3.4:5")
-    through.admitted("in:1")
-    through.proven("in:1")
-    through.refused("in:2")
-    through.wake()
-    through.disconnect("x", 0.5)
-    called = ["bind", "connect", "admitted", "proven", "refused", "wake", "disconnect"]
-    assert [call[0] for call in script.calls] == called
+    check_calls(through, script)
     script.lease = Held()
     assert through.send("x", [b"a"]) is script.lease
     assert script.sent == [("x", [b"a"])]

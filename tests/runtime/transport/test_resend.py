@@ -11,7 +11,7 @@ import pytest
 from cluster import DEADLINE_S, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_transport import Held, Script
+from scripted_transport import Held, Script, check_calls
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import PeerLost, Refused
@@ -38,13 +38,6 @@ PUSH = message.encode(Message(Kind.PUSH))
 
 
 # --- envelopes
-
-
-def test_an_envelope_comes_back_as_it_was() -> None:
-    data = Envelope(DATA, 2, 2**63)
-    assert read([data.encode(), *PUSH]) == data
-    ack = Envelope(ACK, 0, 7, (9, 11))
-    assert read([ack.encode()]) == ack
 
 
 def test_the_bytes_are_fixed() -> None:
@@ -83,11 +76,6 @@ def test_the_kind_of_a_message_is_known_in_and_out_of_its_envelope() -> None:
 # --- windows
 
 
-def test_messages_are_numbered_from_one() -> None:
-    out: Outgoing[str] = Outgoing(1.0)
-    assert [out.put("a", 0.0), out.put("b", 0.0)] == [1, 2]
-
-
 def test_a_message_is_sent_again_after_the_timeout_and_then_each_time_later() -> None:
     out: Outgoing[str] = Outgoing(1.0)
     out.put("a", 0.0)
@@ -109,44 +97,6 @@ def test_what_was_acknowledged_is_not_sent_again() -> None:
     assert out.due(100.0) == []
 
 
-def test_what_has_not_left_and_all_behind_it_is_neither_sent_again_nor_lost() -> None:
-    """A slow network is not a broken one: a queue of repeats would make it slower still."""
-    queued = {"b"}
-    out: Outgoing[str] = Outgoing(1.0, lambda item: item not in queued)
-    for item in "abc":
-        out.put(item, 0.0)
-    assert out.due(1.0) == [(1, "a")]
-    out.acknowledge(1)
-    for now in range(2, 100):
-        assert out.due(now) == []
-        assert out.lost(now) is None
-    queued.clear()
-    assert out.due(100.0) == [(2, "b"), (3, "c")]
-
-
-def test_next_due_is_when_the_first_message_is_to_be_sent_again() -> None:
-    out: Outgoing[str] = Outgoing(1.0)
-    assert out.next_due == float("inf")
-    out.put("a", 5.0)
-    out.put("b", 5.5)
-    assert out.next_due == 6.0
-    out.due(6.0)
-    assert out.next_due == 6.5
-
-
-def test_a_message_is_lost_after_the_last_repeat_was_in_vain() -> None:
-    out: Outgoing[str] = Outgoing(1.0)
-    out.put("a", 0.0)
-    now = 0.0
-    for _ in range(LIMIT):
-        now = out.next_due
-        assert out.lost(now) is None
-        assert out.due(now) == [(1, "a")]
-    assert now == sum(range(1, LIMIT + 1))
-    assert out.lost(out.next_due - 0.01) is None
-    assert out.lost(out.next_due) == ("a", now + LIMIT + 1)
-
-
 def test_only_so_many_are_sent_again_at_once_and_the_others_wait_as_long_again() -> None:
     out: Outgoing[int] = Outgoing(1.0)
     for number in range(BATCH + 5):
@@ -162,25 +112,6 @@ def test_when_time_is_short_everything_is_due_soon() -> None:
     out.hasten(1.0, 0.5)
     assert out.due(1.5) == [(1, "a")]
     assert out.next_due == 2.5
-
-
-def test_cleared_is_empty_and_goes_on_counting() -> None:
-    out: Outgoing[str] = Outgoing(1.0)
-    out.put("a", 0.0)
-    assert out.clear() == ["a"]
-    assert out.is_empty
-    assert out.put("b", 0.0) == 2
-
-
-def test_messages_are_delivered_in_order_and_once() -> None:
-    into: Incoming[str] = Incoming()
-    assert into.take(2, "b") == []
-    assert into.acknowledged == (0, (2,))
-    assert into.take(2, "b") == []
-    assert into.take(1, "a") == ["a", "b"]
-    assert into.take(1, "a") == []
-    assert into.take(3, "c") == ["c"]
-    assert into.acknowledged == (3, ())
 
 
 @pytest.mark.parametrize(("window", "window_bytes"), [(3, 1000), (100, 20)])
@@ -337,15 +268,6 @@ def test_what_is_not_acknowledged_is_sent_again_and_the_poll_wakes_for_it() -> N
     assert envelopes(script) == []
 
 
-def test_buffers_are_in_use_until_their_message_is_acknowledged() -> None:
-    made, script = welcomed()
-    lease = made.send("server-0", plain(1))
-    assert not lease.is_over
-    script.coming.append([ack(1)])
-    made.poll(0)
-    assert lease.is_over
-
-
 @pytest.mark.parametrize("ended", ["down", "disconnect", "connect"])
 def test_the_end_of_a_connection_forgets_what_was_sent_on_it(ended: str) -> None:
     made, script = welcomed()
@@ -475,23 +397,7 @@ def test_buffers_of_messages_that_are_given_up_are_released() -> None:
 
 def test_every_other_call_goes_to_the_inner_transport() -> None:
     script = Script()
-    made = Resending(script, 1.0)
-    assert made.bind("127.0.0.1", (1, 2)) == 7
-    made.connect("s", "tcp://127.0.0.1:1")
-    made.admitted("in:1")
-    made.proven("in:1")
-    made.refused("in:2")
-    made.wake()
-    made.disconnect("s", 0.5)
-    assert script.calls == [
-        ("bind", "127.0.0.1", (1, 2)),
-        ("connect", "s", "tcp://127.0.0.1:1"),
-        ("admitted", "in:1"),
-        ("proven", "in:1"),
-        ("refused", "in:2"),
-        ("wake",),
-        ("disconnect", "s", 0.5),
-    ]
+    check_calls(Resending(script, 1.0), script)
 
 
 # --- whole jobs
