@@ -542,10 +542,11 @@ class Segments:
             return
         try:
             came, size = map(int, text.split())
-            if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
+            if fd < 0 or not has_fixed_size(fd) or (found := os.fstat(fd)).st_size != size:
                 raise NotShared("what it sent is no segment")
             peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-            touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
+            if found.st_blocks * 512 >= size:  # a hole would become memory of this process
+                touch(np.frombuffer(peer.mapped[came], np.uint8), is_written=False)
             BLOCKS.add(peer.mapped[came], is_readonly=True)
         except (OSError, ValueError) as err:
             raise NotShared(f"a segment cannot be mapped: {err}") from err

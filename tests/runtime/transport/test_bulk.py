@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from transports import DEADLINE_S, LONG, closed_at_the_end, endpoint, has, until, welcomed
 
-from distrun_runtime.arrays.shared_memory import Pool
+from distrun_runtime.arrays.shared_memory import Pool, seal
 from distrun_runtime.transport import host_paths, host_segments
 from distrun_runtime.transport.base import Arrived, Down, PathChosen, Released
 from distrun_runtime.transport.direct import DirectTransport
@@ -340,6 +340,17 @@ def test_a_proof_is_good_for_one_connection(pair: Callable[..., Pair]) -> None:
         acceptor.taken("in:bb")
     for each in (opener, replay, later):
         each.close()
+
+
+def test_holes_in_what_a_peer_sends_are_not_filled_before_they_are_read(one: Pair) -> None:
+    """The memory would be that of this process."""
+    fd = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 20)
+    seal(fd, is_read_only=True)
+    host_segments._tell(one.opener._segments.peers["server-0"].socket, "999 1048576", fd)
+    one.acceptor._segments.map(one.link, [999])
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
 
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
