@@ -15,7 +15,7 @@ from cluster import DEADLINE_S, Cluster, open_store, run_job
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import transfers
@@ -211,6 +211,26 @@ def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
             kv.push("w", Closing(kv))
 
     run_job(script, 1, 1)
+
+
+def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
+    """Not when the script ends: it may have caught the error, and go on for hours."""
+    told = threading.Event()
+
+    def script(kv: KVStore) -> None:
+        kv.init("w", full(0))
+        if kv.rank == 1:
+            with pytest.raises(ZeroDivisionError), kv:
+                raise ZeroDivisionError("mine")
+            assert told.wait(DEADLINE_S)
+            with pytest.raises(StoreClosed, match="this worker has left the job"):
+                open_store("dist_sync", kv._backend._node)
+            return
+        with pytest.raises(PeerLost, match=r"worker-1.* failed: ZeroDivisionError: mine"):
+            kv.pushpull("w", full(1), full(0))
+        told.set()
+
+    run_job(script)
 
 
 def test_what_a_closed_store_held_is_free() -> None:
