@@ -125,6 +125,7 @@ class GpuExports:
         self.given_back = 0
         """How many segments were given back."""
         self._grown = grown
+        self._is_closed = False
         self._lock = threading.Lock()
         self.descriptors = threading.Lock()
         """Held while a descriptor of `segments` is sent or closed: its number may be another one's then."""
@@ -173,10 +174,11 @@ class GpuExports:
             self.order.cuda.record(event, self.gpu.work.stream)
 
     def trim(self) -> None:
-        """Give the segments back of which nothing is in use, but for the first one, which others know."""
+        """Give the segments back of which nothing is in use; until `close`, not the first one, which others know."""
         with self._lock:
             self._take_back()
-            gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
+            kept = 0 if self._is_closed else 1
+            gone = [each for each in self.segments[kept:] if each.free == [(PAGE, each.pointer.nbytes)]]
             with self.descriptors:
                 self.segments = tuple(each for each in self.segments if each not in gone)
                 for segment in gone:
@@ -186,6 +188,11 @@ class GpuExports:
                 self.order.finish_uses(segment.uses, writes=True)
                 self.order.cuda.close_shared(segment.pointer)
                 self._account(-segment.pointer.nbytes)
+
+    def close(self) -> None:
+        """Give all segments back: now, or what is in use by the first `trim` of the device's pool after that."""
+        self._is_closed = True
+        self.trim()
 
     def _take_back(self) -> None:
         """Note what is free again. Call with the lock held."""
