@@ -346,7 +346,7 @@ def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
 
 
-class Offer(Protocol):
+class SegmentOffer(Protocol):
     """What another process has told of a segment."""
 
     size: int
@@ -386,7 +386,7 @@ class GpuSharing:
                 self.exports = made
             self.why_not = "" if is_made else made.why_not
 
-    def map(self, offer: Offer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
+    def map(self, offer: SegmentOffer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
 
         Raises:
