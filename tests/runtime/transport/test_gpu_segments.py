@@ -156,7 +156,7 @@ def test_an_event_is_not_believed_when_its_maker_has_ended(pair: Pair) -> None:
 def test_who_ends_while_its_event_is_asked_is_not_believed(pair: Pair, ends_at: int) -> None:
     asked, event = itertools.count(1), pair.machine.cuda.event(0)  # It was never recorded, so it has completed.
     arrival = Arrival("the process at in:1", event, lambda: next(asked) >= ends_at)
-    with pytest.raises(KVError, match="the process at in:1 has ended"):
+    with pytest.raises(KVError, match="the process at in:1, or the connection with it, has ended"):
         arrival.wait(pair.machine.gpus.order)
     Arrival("", event, lambda: False).wait(pair.machine.gpus.order)
 
@@ -206,6 +206,16 @@ def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, monkeypatch: 
     assert pair.machine.standin.used == used
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
+
+
+def test_a_frame_that_begins_within_an_element_is_refused(pair: Pair) -> None:
+    pair.agree()
+    array = pair.exports().empty((SIZE,), np.dtype(np.uint8))
+    assert array is not None
+    pair.gpu.clear(array)
+    pair.server.send(pair.links[pair.server], [*HEAD, frames_of([array])[0][2:402]])
+    with pytest.raises(KVError, match="begins at byte 4098, which is no multiple of 4"):
+        array_of(pair.receive(), np.dtype(np.float32))
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
