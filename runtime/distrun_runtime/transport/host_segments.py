@@ -152,12 +152,14 @@ class _Peer:
     generation: int = 0
     gpu: GpuPeer = field(default_factory=GpuPeer)
     """What is shared with it of GPUs."""
+    is_dropped: bool = False
+    """Its link has ended: what it was to write is not waited for."""
     is_gone: bool = False
     """Its end of the socket is closed, so no process reads our memory any more."""
 
     def has_ended(self) -> bool:
-        """Whether its end of the socket is closed, or its process has begun to end. Threads: any."""
-        if self.is_gone:
+        """Whether its link has ended, its end of the socket is closed, or its process has begun to end. Threads: any."""
+        if self.is_gone or self.is_dropped:
             return True
         ended = select.poll()
         with contextlib.suppress(OSError, ValueError):  # it was closed by now
@@ -617,6 +619,7 @@ class Segments:
                 BLOCKS.drop(memory)
             peer.mapped.clear()
             peer.gpu.close()
+            peer.is_dropped = True
             self._leaving.append(peer)
 
     def look(self) -> None:

@@ -218,6 +218,15 @@ def test_a_frame_that_begins_within_an_element_is_refused(pair: Pair) -> None:
         array_of(pair.receive(), np.dtype(np.float32))
 
 
+def test_what_ended_connections_had_announced_is_not_waited_for(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    frame = pair.receive()
+    pair.server.disconnect(pair.links[pair.server])
+    with pytest.raises(KVError, match="has ended before"):
+        array_of(frame, np.dtype(np.float32))
+
+
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
     pair.agree()
     lease = pair.send(pair.worker, 3.0)
