@@ -158,7 +158,7 @@ class _Peer:
     """Its end of the socket is closed, so no process reads our memory any more."""
 
     def has_ended(self) -> bool:
-        """Whether its link has ended, its end of the socket is closed, or its process has begun to end. Threads: any."""
+        """Whether its link has ended, its end of the socket is closed, or its process begun to end. Threads: any."""
         if self.is_gone or self.is_dropped:
             return True
         ended = select.poll()
