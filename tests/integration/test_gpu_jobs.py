@@ -262,7 +262,12 @@ for number in range(4):
     if number == 3:
         kv.set_optimizer("lamb", learning_rate=0.01)
     kv.init(["a", "b"], [put(np.zeros(30000, np.float32)), put(np.zeros((200, 300), np.float16))])
+    kv.init("small", put(np.ones(10000, np.float32)))
     AGREED
+    for key, size in (("a", 30000), ("small", 10000)):
+        out = np.empty(size, np.float32)
+        kv.pull(key, out=out)
+        found.append(out.tobytes())
     for turn in range(3):
         a = np.random.default_rng(turn + 10 * kv.rank).normal(size=30000).astype(np.float32)
         kv.push(["a", "b"], [put(a), put(np.resize(a, (200, 300)).astype(np.float16))], scale=1 - 0.5 * (number == 0))

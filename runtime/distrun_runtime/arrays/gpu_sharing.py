@@ -127,6 +127,7 @@ class GpuExports:
         self.given_back = 0
         """How many segments were given back."""
         self._grown = grown
+        self._is_closed = False
         self._lock = threading.Lock()
         self.descriptors = threading.Lock()
         """Held while a descriptor of `segments` is sent or closed: its number may be another one's then."""
@@ -175,10 +176,11 @@ class GpuExports:
             self.order.cuda.record(event, self.gpu.work.stream)
 
     def trim(self) -> None:
-        """Give the segments back of which nothing is in use, but for the first one, which others know."""
+        """Give the segments back of which nothing is in use; until `close`, not the first one, which others know."""
         with self._lock:
             self._take_back()
-            gone = [each for each in self.segments[1:] if each.free == [(PAGE, each.pointer.nbytes)]]
+            kept = 0 if self._is_closed else 1
+            gone = [each for each in self.segments[kept:] if each.free == [(PAGE, each.pointer.nbytes)]]
             with self.descriptors:
                 self.segments = tuple(each for each in self.segments if each not in gone)
                 for segment in gone:
@@ -187,6 +189,11 @@ class GpuExports:
             for segment in gone:
                 self._end(segment)
                 self._account(-segment.pointer.nbytes)
+
+    def close(self) -> None:
+        """Give all segments back: now, or what is in use by the first `trim` of the device's pool after that."""
+        self._is_closed = True
+        self.trim()
 
     def _take_back(self) -> None:
         """Note what is free again. Call with the lock held."""
@@ -359,7 +366,7 @@ def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
 
 
-class Offer(Protocol):
+class SegmentOffer(Protocol):
     """What another process has told of a segment."""
 
     size: int
@@ -399,7 +406,7 @@ class GpuSharing:
                 self.exports = made
             self.why_not = "" if is_made else made.why_not
 
-    def map(self, offer: Offer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
+    def map(self, offer: SegmentOffer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
 
         Raises:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer, is_float, name_of
+from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.reduce import PLAIN, How
@@ -82,6 +83,8 @@ def against(
     Arguments:
         is_plain: the entries are known to `fit`, and to bring values if and only if the message is a push.
     """
+    if IN_USE and entries["codec"].any() and any(map(place_of, message.payloads)):
+        return "only plain values can be in memory of a GPU: what has a codec, or rows, the host reads"
     scale = message.body.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         return f"a contribution is scaled by a finite number, not by {scale!r:.80}"

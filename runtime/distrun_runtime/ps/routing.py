@@ -321,7 +321,8 @@ class Portion:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
         if self._only is not None and len(payloads) == 1:
             item, shape = self._only
-            value = np.frombuffer(payloads[0], self.dtype).reshape(shape)
+            payload = readable(payloads[0]) if IN_USE else payloads[0]
+            value = np.frombuffer(payload, self.dtype).reshape(shape)
             if self.size > RELEASED:
                 copy(value, outs[item])
             else:

@@ -21,7 +21,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
-from distrun_runtime.arrays.gpu_frames import IN_USE
+from distrun_runtime.arrays.gpu_frames import IN_USE, readable
 from distrun_runtime.arrays.shared_memory import Pool, Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault
@@ -807,7 +807,7 @@ def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shar
                 f"{portion.link} answered with values of {dtypes.name_of(DTYPES[code])}, expected"
                 f" {dtypes.name_of(portion.dtype)}"
             )
-        yield placed, codec, b"" if frame is None else frame
+        yield placed, codec, b"" if frame is None else readable(frame) if IN_USE else frame
 
 
 def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:

@@ -169,6 +169,12 @@ class GpuSegments:
                 self._sharing = GpuSharing(self._wake)
             return self._sharing
 
+    def close(self) -> None:
+        """Offer no memory any more. Those who have it mapped keep it."""
+        with contextlib.suppress(KVError):  # A GPU that has failed is told by the calls that use it.
+            if self.exports is not None:
+                self.exports.close()
+
     # Ours
 
     def offers(self, peer: GpuPeer, one: socket.socket) -> Iterator[dict[str, Any]]:

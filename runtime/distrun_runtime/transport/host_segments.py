@@ -649,6 +649,7 @@ class Segments:
             peer.is_gone = True
             peer.socket.close()
         self._leaving.clear()
+        self.gpu.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

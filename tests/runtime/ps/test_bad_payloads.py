@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from distrun_runtime.ops import compression, reduce
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps import checks
 
 ROWS, WIDTH = 6, 2
 SIZE = ROWS * WIDTH
@@ -68,6 +69,21 @@ BODIES = st.one_of(
     st.fixed_dictionaries({"scale": st.one_of(st.floats(), st.integers(), st.text(max_size=3), st.none())}),
     st.fixed_dictionaries({"codec": st.dictionaries(st.sampled_from(["threshold", "ratio"]), st.floats(), max_size=2)}),
 )
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(Kind.PUSH, CODECS["2bit"].number), (Kind.PUSH, compression.ROWS), (Kind.PULL, compression.ROWS)],
+)
+def test_what_the_host_reads_is_refused_if_it_is_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, number: int
+) -> None:
+    monkeypatch.setattr(checks, "IN_USE", [True])
+    monkeypatch.setattr(checks, "place_of", lambda frame: frame)
+    with live() as server:
+        assert "only plain values can be in memory of a GPU" in reason(
+            [send(server, kind, number, good(number), {}, 1)]
+        )
 
 
 @settings(max_examples=300, deadline=None)

@@ -413,6 +413,19 @@ def test_no_descriptor_is_sent_of_a_segment_that_was_given_back_meanwhile(pair: 
     other.close()
 
 
+def test_a_process_that_shares_no_more_has_its_gpus_memory_back(pair: Pair) -> None:
+    pair.agree()
+    exports = pair.exports().all
+    array = exports.empty((SIZE,), np.dtype(np.uint8))
+    size = pair.gpu.pool.size
+    pair.server.close()
+    assert exports.segments, "one is in use"
+    del array
+    pair.gpu.pool.trim()
+    assert not exports.segments
+    assert pair.gpu.pool.size <= size - (16 << 20)
+
+
 PROGRAM = textwrap.dedent(
     """
     import sys
