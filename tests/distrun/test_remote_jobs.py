@@ -327,6 +327,12 @@ def test_hosts_that_share_the_folder_fetch_into_files_of_different_names(
     assert len(used) == 2
 
 
+def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    place(folder, HERE, theirs=str(tmp_path / "empty"))
+    assert "host d1 cannot be asked: it has no state of this job" in remote_jobs.refreshed(folder)
+
+
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize(
     ("words", "since_ago_s", "tail"),

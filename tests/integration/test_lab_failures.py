@@ -6,7 +6,9 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -360,6 +362,31 @@ def test_a_lost_host_that_cannot_be_reached_again_is_said_to_be_so_with_what_to_
     assert job.outcome["message"].endswith("ends the tasks there within 9 s" + fix)
     assert job.outcome["survivors"] == [{"what": f"worker-1 (pid {job.pid('worker-1')})", "host": "h2"}]
     assert {task["state"] for task in job.outcome["tasks"]} == {"stopped", "failed"}
+
+
+def test_a_secret_is_on_no_command_line_and_in_no_file_of_any_host(lab: Site) -> None:
+    secret = "hunter2-%d-of-the-lab" % time.monotonic_ns()
+    script = 'echo up; [ -n "$LAB_API_TOKEN" ] && echo right; until [ -e /tmp/go ]; do sleep 0.05; done'
+    words = ("--env", "LAB_API_TOKEN", "-s", "1", "--python", sys.executable)
+    seen: set[Process] = set()
+    names = ("LAB_API_TOKEN", "MXNET_PASSWORD", "PS_SOMETHING", "AWS_SECRET_ACCESS_KEY")
+    job = Job(lab, script, *words, env=dict.fromkeys(names, secret), hosts=["h1", "h2", "h3"])
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        seen |= set(lab.processes())
+        time.sleep(0.05)
+    assert len({process.host for process in seen}) >= 4
+    assert [str(process) for process in seen if secret.encode() in process.command] == []
+    files = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l '%s' {} +" % secret
+    for host in ("h1", "h2", "h3"):
+        found = lab[host].exec("sh", "-c", files, check=False)
+        assert found == "", found
+    job.go("h1", "h2", "h3")
+    assert job.ends() == 0, job.err
+    assert job.out.count("| right") == 2
+    here = ["grep", "-rl", secret, str(lab.home_folder), lab.cache]
+    assert subprocess.run(here, capture_output=True, check=False).stdout == b""
+    assert secret not in job.out + job.err
 
 
 def test_a_job_that_distrun_kill_ends_on_its_hosts_is_killed_and_no_host_is_lost(lab: Site) -> None:

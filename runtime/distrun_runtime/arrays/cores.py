@@ -17,7 +17,6 @@ import mmap
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -134,37 +133,43 @@ class _SharedWork:
 
     def __init__(self, work: Work, pieces: Sequence[Pieces]) -> None:
         self._work = work
-        self._left = deque(pieces)
-        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        """Of each of the pieces that was taken: what went wrong, or None."""
+        self._left = iter(pieces)
+        self._errors: list[BaseException] = []
+        self._helping: list[None] = []
+        """One for each other thread that may be doing a piece."""
+        self._helped: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each that has ended."""
 
     def take_part(self) -> None:
         """Do pieces. Threads: any."""
-        work = self._work
-        with contextlib.suppress(IndexError):
-            while True:
-                pieces, error = self._left.popleft(), None
-                try:
-                    for number, run in pieces:
-                        work(number, run)
-                except BaseException as err:  # `run` raises it
-                    error = err
-                    work = _nothing  # it takes the rest, and does nothing with it
-                self._ended.put(error)
+        try:
+            while piece := next(self._left, None):
+                for number, run in piece:
+                    self._work(number, run)
+        except BaseException as err:  # `end` raises it
+            self._left = iter(())
+            self._errors.append(err)
 
-    def run(self) -> None:
-        """Do pieces, and return when all are done and nothing is written any more; raise what went wrong with one."""
-        errors, count = list[BaseException](), len(self._left)
+    def help(self) -> None:
+        """Do pieces. Threads: others than the caller's."""
+        self._helping.append(None)  # before it takes a piece, so that `end` sees each thread that has one
         self.take_part()
-        for _ in range(count):
+        self._helping.pop()
+        self._helped.put(None)
+
+    def end(self) -> None:
+        """Return when all is done and nothing is written any more; raise what went wrong. No piece is begun then."""
+        self._left = iter(())
+        while self._helping:
             try:
-                error = self._ended.get(timeout=LIMIT_S)
+                self._helped.get(timeout=LIMIT_S)
             except queue.Empty:
                 raise RuntimeFault(f"waited {LIMIT_S:g} s for a thread that copies or adds arrays") from None
-            errors += [] if error is None else [error]
+            except BaseException as err:  # a signal's handler raised it
+                self._errors.append(err)
         self._work = _nothing  # a thread that comes too late keeps no arrays
-        if errors:
-            raise errors[0]
+        if self._errors:
+            raise min(self._errors, key=lambda each: isinstance(each, Exception))  # an interrupt is not lost
 
 
 def _nothing(number: int, run: slice) -> None:
@@ -186,13 +191,16 @@ class _ThreadSet:
             while self._count < helpers:
                 threading.Thread(target=self._help, name="distrun-copy", daemon=True).start()
                 self._count += 1
-        for _ in range(min(helpers, self._count)):
-            self._asked.put(work)
-        work.run()
+        try:
+            for _ in range(min(helpers, self._count)):
+                self._asked.put(work)
+            work.take_part()
+        finally:
+            work.end()
 
     def _help(self) -> None:
         while True:
-            self._asked.get().take_part()
+            self._asked.get().help()
 
 
 _threads: dict[int, _ThreadSet] = {}
@@ -257,6 +265,8 @@ def pieces_of(sizes: Sequence[int], about: int) -> list[Pieces]:
     left = about
     for number, size in enumerate(sizes):
         begin = 0
+        if not size:
+            found[-1].append((number, slice(0, 0)))  # a step of no elements counts, too
         while begin < size:
             end = size if size - begin <= left + UNIT else begin + max(left - left % UNIT, UNIT)
             found[-1].append((number, slice(begin, end)))

@@ -223,10 +223,10 @@ _TUNING = (
     ),
     _reads(
         "MXNET_KVSTORE_REDUCTION_NTHREADS",
-        "Threads of a worker that sum the values of its devices, for values of at least"
-        " MXNET_KVSTORE_BIGARRAY_BOUND elements.",
-        low=1,
-        default=4,
+        "The most threads of a worker that sum the values of its devices, and in local stores update, for values of at"
+        " least MXNET_KVSTORE_BIGARRAY_BOUND elements; 0: as many as copy (DISTRUN_COPY_THREADS).",
+        low=0,
+        default=0,
     ),
     _reads(
         "MXNET_UPDATE_ON_KVSTORE",

@@ -27,7 +27,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.shards import SYNC, Failure, Turn
-from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, ShardSet, Values
+from distrun_runtime.ps.values import Layout, LayoutRuns, OpenUpdate, PushedValues, Round, ShardSet, Values
 
 SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
@@ -37,6 +37,8 @@ _JOINED_ELEMENTS = 1 << 14
 
 LAYOUTS = 1024
 """So many layouts of messages are kept for a store, and of so many the rule's steps."""
+SHARED_ELEMENTS = 1 << 23
+"""Threads share steps over so many elements: sums that are copied for them take no more memory."""
 GPU_STEPS = 64
 """So many lists of the addresses of parts are kept of each."""
 
@@ -83,7 +85,7 @@ def layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> Layout:
     lengths = values.store.length[shards]
     limits = np.cumsum(sizes)
     cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
-    found = runs(values.at[shards], lengths, cuts)
+    found = LayoutRuns(runs(values.at[shards], lengths, cuts))
     places, number, begin = [], 0, 0
     for run in found:
         while number < len(sizes) - 1 and run.offset >= limits[number]:
@@ -523,39 +525,51 @@ def _step_together(
     if values.is_on_host:
         there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
         assert isinstance(values.device, CpuDevice)
-        is_alone = not values.device.shares(sum(run.end - run.begin for run in found))
+        # Alone each is made while its sum is in the processor's cache.
+        most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
+        waiting = 0
         steps: list[tuple[Array, update.WeightStep]] = []
         for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
             while at < number:
                 at, given = at + 1, next(there)
             own = [part[begin:end] for part in given]
             steps.append((some, update.WeightStep(weight, own, state, knobs)))
-            if is_alone:  # while they are in the processor's cache
+            waiting += end - begin
+            if waiting >= most:
                 step_all(values, steps)
-                steps = []
+                steps, waiting = [], 0
         step_all(values, steps)
     else:
         _step_on_gpu(values, plan, list(parts))
-    plan.counts = values.steps[shards].tobytes()
-    values.step_plans[id(found)] = plan
+    if isinstance(found, LayoutRuns):
+        if found.are_used:
+            plan.counts = values.steps[shards].tobytes()
+            values.step_plans[id(found)] = plan
+        found.are_used = True
     while len(values.step_plans) > LAYOUTS:
         del values.step_plans[next(iter(values.step_plans))]
     return True
 
 
 def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[DeviceArray]]) -> None:
+    from distrun_runtime.arrays.gpu_devices import Borrowed
+
     assert values.rule is not None
     # Their use, as memory at the same address may be another block.
     where = tuple((part.address, id(part.memory.uses)) for its in parts for part in its)
     steps = plan.on_gpu.get(where)
     if steps is None:
-        if len(plan.on_gpu) >= GPU_STEPS:
-            plan.on_gpu.clear()
         items = [
             update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
             for number, begin, end, _, (weight, _, state, knobs) in plan.steps
         ]
-        steps = plan.on_gpu[where] = update.GpuSteps(values.rule, items)
+        steps = update.GpuSteps(values.rule, items)
+        if not any(
+            isinstance(part.memory, Borrowed) for its in parts for part in its
+        ):  # These come anew with each call.
+            if len(plan.on_gpu) >= GPU_STEPS:
+                plan.on_gpu.clear()
+            plan.on_gpu[where] = steps
     try:
         steps.make()
     finally:

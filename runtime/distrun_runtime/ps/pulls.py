@@ -278,12 +278,13 @@ class Pulls:
                 found.append(pull)
         return found
 
-    def answered(self, pulls: Sequence[Pull], first: int) -> None:
-        """Forget pulls that were answered, all that waited for a round of the same shards."""
+    def answered(self, pulls: Sequence[Pull], first: int) -> bool:
+        """Forget pulls that were answered, all that waited for a round of the same shards; tell whether others wait."""
         for pull in pulls:
             del self._open[pull.ticket]
             pull.store.owed[pull.place] -= 1
             self._waiting.pop((pull.store.number, first), None)
+        return bool(self._open)
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
         """Shards are farther than before: lend what is due now."""

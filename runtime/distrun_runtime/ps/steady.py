@@ -294,17 +294,20 @@ class Steady:
         self._counters.pushes += 1
         server.sample((steps.rank,), steps.batch, (number,), now)
         actions: Actions = []
+        is_owed = False
         if is_last:
             store.ordered[index] = store.done[index] = number
             store.fresh[index] = False
             progress.done = number
             progress.came.clear()
             self._counters.updated(len(of.shards))
-            server.pulls.answered(waiting, of.first)
+            others_wait = server.pulls.answered(waiting, of.first)
+            # Those for more than these shards may still want this round: before the next push it is looked again.
+            is_owed = others_wait and bool(store.owed[:, index].any())
             actions = [self._answer(values, *pull.prepared) for pull in waiting]
         else:
             progress.came.add(row)
-        progress.version = server.version
+        progress.version = -1 if is_owed else server.version
         if steps.batch.message.kind is Kind.PUSH:
             told = steps.answer[0] + frames[0][_REQUEST] + bytes(12)
             return [*actions, role.SendFrames(steps.link, [told, b""])]

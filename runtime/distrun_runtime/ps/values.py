@@ -110,11 +110,18 @@ class ShardSet:
         return number.to_bytes(8, sys.byteorder, signed=True) * len(self.shards) == table[self.index].tobytes()
 
 
+class LayoutRuns(list[Run]):
+    """The runs of a layout. Where others come again they are made anew, so nothing is kept of these."""
+
+    are_used = False
+    """Their shards have been updated together."""
+
+
 class Layout(NamedTuple):
     """Where the elements of a message's shards are, in the arena and in its frames."""
 
     shards: Array
-    runs: list[Run]
+    runs: LayoutRuns
     places: list[tuple[int, int, int]]
     """For each run its frame, and its first and last element in it."""
 

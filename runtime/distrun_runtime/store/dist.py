@@ -537,7 +537,7 @@ class DistBackend(StoreBackend):
         done = plan.done
         if asks_ahead:
             plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
-        made = self._transfers.begin(plan, values)
+        made = self._transfers.begin(plan, values, lent=kind is Kind.PUSHPULL)
         if made is None:
             self._plans.pop(plan.name, None)
             return None

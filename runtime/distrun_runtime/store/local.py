@@ -146,10 +146,17 @@ class LocalBackend(StoreBackend):
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold the lock of a store that no other thread has closed meanwhile."""
+        """Hold the lock of a store that no other thread has closed meanwhile.
+
+        Plans of arrays that have moved, or have other states then, do not keep their memory."""
         with self._lock:
             self.lifetime.check()
-            yield
+            before = self._weights.calls
+            try:
+                yield
+            finally:
+                if self._weights.calls is not before:
+                    self._plans = None
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
         kept = self._weights.kept
@@ -179,27 +186,16 @@ class LocalBackend(StoreBackend):
 
     # What a push does
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold the lock while a rule is changed; plans of arrays that are then of no use do not keep their memory."""
-        with self._open():
-            before = self._weights.calls
-            try:
-                yield
-            finally:
-                if self._weights.calls is not before:
-                    self._plans = None
-
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
-        with self._changing():
+        with self._open():
             self._weights.set_rule(spec, replace)
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
-        with self._changing():
+        with self._open():
             self._weights.change_rule(change)
 
     def set_updater(self, updater: Updater | None) -> None:
-        with self._changing():
+        with self._open():
             self._weights.set_updater(updater)
 
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:

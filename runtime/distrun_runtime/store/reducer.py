@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 
 from distrun_runtime.arrays import device as devices
-from distrun_runtime.arrays.cores import Threads
+from distrun_runtime.arrays.cores import Threads, threads_here
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.arrays.gpu_frames import IN_USE
@@ -48,9 +48,10 @@ def reducer_for(type_name: str, memory: Memory = np.empty, compressor: Compresso
         memory: makes the arrays that values of GPUs are copied to.
         compressor: the store's.
     """
-    environ.read("DISTRUN_COPY_THREADS")  # a wrong value is said before any call needs it
+    count = threads_here()  # now: a wrong DISTRUN_COPY_THREADS is said before any call needs it
+    most = environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS") or count
     bound = 4 * environ.read("MXNET_KVSTORE_BIGARRAY_BOUND")  # bytes of so many float32
-    threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), bound)
+    threads = Threads(min(count, most), bound)
     if not on_devices(type_name):
         return Reducer(threads, memory, is_shared=is_dist(type_name))
     return DeviceReducer(threads, memory, compressor, is_shared=is_dist(type_name))

@@ -498,10 +498,13 @@ class Transfers:
         name = (kind, tuple(record.key for record in keys.records), call.priority, call.scale)
         return CallPlan(name, keys, route, messages, frames[0][1])
 
-    def begin(self, plan: CallPlan, values: Sequence[Array]) -> PlannedCall | None:
+    def begin(self, plan: CallPlan, values: Sequence[Array], *, lent: bool) -> PlannedCall | None:
         """Return a steady call that is ready to be sent; None: servers expect other messages than the plan has now.
 
         The call is this worker's next contribution, so it has to be sent.
+
+        Arguments:
+            lent: the values stay as they are until the answers are here.
         """
         kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
         rounds = self._rounds[route.at].copy()
@@ -512,7 +515,7 @@ class Transfers:
                 rounds += 1
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
-        in_place = self._in_place(route, values) if kind is Kind.PUSHPULL and route.runs else frozenset()
+        in_place = self._in_place(route, values) if lent and route.runs else frozenset()
         for each in plan.messages:
             if not each.is_at(rounds):
                 return None

@@ -70,6 +70,8 @@ class _Together:
         self.at, self._code = at, code
         self._arrays = [stored[each].array for each in at]
         self._shards = np.array([stored[each].shard for each in at])
+        self._pieces: dict[tuple[int, int], Array] = {}
+        """Of the shards, each the same object again: what is known of it is found by that."""
         self._joins, self._sizes = _joins(values.store.length[self._shards])
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
@@ -77,7 +79,7 @@ class _Together:
         values = self.values
         if values.device.is_gpu:
             for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
-                shards = self._shards if last - first == len(sums) else self._shards[first:last]
+                shards = self._pieces.setdefault((first, last), self._shards[first:last])
                 flat = [each.reshape(-1) for each in some]
                 arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
         elif values.rule is None:
@@ -387,66 +389,88 @@ class PlannedUpdate:
         self._scale = 1.0
         self._buckets: dict[tuple[Any, ...], GpuArray] = {}
         self._before: list[Callable[[], object]] = []
-        """What brings the sums to the values, or to where the rule reads them."""
+        """What brings the parts to the values' GPUs."""
+        self._updates: list[Callable[[], object]] = []
         self._steps: list[_PlannedSteps] = []
+        """Of the updates."""
         self._after: list[Callable[[], object]] = []
         """What brings the values to the outs."""
         homes: dict[Values, dict[DType, list[int]]] = {}
         for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
             homes.setdefault(weights.kept[key].values, {}).setdefault(dtype, []).append(number)
         for values, groups in homes.items():
-            stored = {number: weights.kept[keys.keys[number]] for its in groups.values() for number in its}
-            given = [
-                self._planned(cast("GpuDevice", values.device), numbers, [stored[number] for number in numbers])
-                for numbers in groups.values()
-            ]
-            if call.parts and weights.rule is not None:
-                self._steps.append(_PlannedSteps(weights.rule, list(stored.values()), given, self._sums_first))
-        self._work = [*self._before, *(each.make for each in self._steps), *self._after]
+            for numbers in groups.values():
+                stored = [weights.kept[keys.keys[number]] for number in numbers]
+                self._plan(cast("GpuDevice", values.device), numbers, stored)
+        self._work = [*self._before, *self._updates, *self._after]
 
-    def _planned(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> list[TensorColumn]:
-        """Plan what is done with keys of one dtype whose values are on one GPU; return what a rule reads."""
+    def _plan(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> None:
+        """Plan what is done with keys of one dtype whose values are on one GPU."""
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn
 
         sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
-        own, kind, parts = [each.array for each in stored], dtype, list[TensorColumn]()
+        own, parts = [each.array for each in stored], list[TensorColumn]()
 
-        def carried(work: list[Callable[[], Any]], what: object, column: TensorColumn, *way: GpuDevice) -> TensorColumn:
+        def carried(work: list[Callable[[], Any]], column: TensorColumn, *way: GpuDevice) -> TensorColumn:
             """Return a column of one GPU on another, to which work brings it by one copy."""
             if sum(sizes) * dtype.itemsize > COPIED_BYTES:
                 raise _NoPlan
-            there, here = (self._bucket(each, sum(sizes), what, dtype) for each in way)
+            there, here = (self._bucket(each, sum(sizes), dtype) for each in way)
             work.append(way[0].sum_lists([column], [TensorColumn.within(Write, there, sizes)], sizes, dtype))
             work.append(partial(way[1].write, here, there))
             return TensorColumn.within(Read, here, sizes)
 
-        for at, column in enumerate(self._call.parts):
+        for column in self._call.parts:
             there, part = _device_of(column, numbers), column.arrays.some(numbers)
-            parts.append(part if there is home else carried(self._before, at, part, there, home))
-        if parts and self._sums_first:
-            kind = work_dtype(dtype)
-            bucket = self._bucket(home, sum(sizes), "sums", kind)
-            into = TensorColumn.within(Write, bucket, sizes)
-            self._before.append(home.sum_lists(parts, [into], sizes, dtype, kind))
-            if self._call.is_scaled:
-                self._before.append(lambda: home.scale(bucket, self._scale))
-            parts = [TensorColumn.within(Read, bucket, sizes)]
+            parts.append(part if there is home else carried(self._before, part, there, home))
         outs: dict[GpuDevice, list[TensorColumn]] = {}
         for column in self._call.outs:
             outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
-        if parts and self._rule is None:
-            at_once = outs.pop(home, []) if self._call.are_apart else []
-            self._before.append(home.sum_lists(parts, [TensorColumn.of(Write, own), *at_once], sizes, kind, dtype))
+        if parts:
+            at_once = outs.pop(home, []) if self._rule is None and self._call.are_apart else []
+            self._update(home, stored, parts, [TensorColumn.of(Write, own), *at_once])
         for there, columns in outs.items():
             value = TensorColumn.of(Read, own)
-            value = value if there is home else carried(self._after, "outs", value, home, there)
+            value = value if there is home else carried(self._after, value, home, there)
             self._after.append(there.sum_lists([value], columns, sizes, dtype))
-        return parts
 
-    def _bucket(self, device: GpuDevice, size: int, what: object, dtype: DType) -> GpuArray:
-        """Return a flat array that the plans of a store share: one call uses it at a time."""
-        name = (device, size, what, dtype)
+    def _update(
+        self, home: GpuDevice, stored: Sequence[Stored], parts: list[TensorColumn], outs: list[TensorColumn]
+    ) -> None:
+        """Plan the update of keys by parts that are with them; outs: what is written without a rule."""
+        from distrun_runtime.arrays.cuda import Read, Write
+        from distrun_runtime.arrays.gpu import TensorColumn
+
+        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
+        kind = work_dtype(dtype) if self._sums_first else dtype
+        groups = [range(len(sizes))]
+        if self._sums_first:  # So many at a time that their sums fit into one bucket.
+            most = COPIED_BYTES // kind.itemsize
+            groups = _groups(sizes, most)
+            bucket = self._bucket(home, min(sum(sizes), most), kind)
+        for its in groups:
+            given, some = [each.some(its) for each in parts], [sizes[at] for at in its]
+            if self._sums_first:
+                sums = bucket[: sum(some)]
+                self._updates.append(home.sum_lists(given, [TensorColumn.within(Write, sums, some)], some, dtype, kind))
+                if self._call.is_scaled:
+                    self._updates.append(partial(self._multiply, home, sums))
+                given = [TensorColumn.within(Read, sums, some)]
+            if self._rule is None:
+                self._updates.append(home.sum_lists(given, [each.some(its) for each in outs], some, kind, dtype))
+            else:
+                steps = _PlannedSteps(self._rule, [stored[at] for at in its], given, self._sums_first)
+                self._steps.append(steps)
+                self._updates.append(steps.make)
+
+    def _multiply(self, home: GpuDevice, sums: GpuArray) -> None:
+        home.scale(sums, self._scale)
+
+    def _bucket(self, device: GpuDevice, size: int, dtype: DType) -> GpuArray:
+        """Return another flat array with each call. The plans of a store share them: one uses them at a time."""
+        kind = (device, size, dtype)
+        name = (*kind, [each[:-1] for each in self._buckets].count(kind))
         made = self._buckets[name] = self._weights.buckets.get(name) or device.empty((size,), dtype)
         self._weights.buckets[name] = made
         return made
@@ -463,6 +487,19 @@ class PlannedUpdate:
             work()
 
 
+def _groups(sizes: Sequence[int], most: int) -> list[range]:
+    """Return groups of neighbours of at most so many elements together."""
+    first, total = [0], 0
+    for at, size in enumerate(sizes):
+        if size > most:
+            raise _NoPlan
+        total += size
+        if total > most:
+            first.append(at)
+            total = size
+    return list(map(range, first, [*first[1:], len(sizes)]))
+
+
 def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
     if len(devices := {column.devices[number] for number in numbers}) > 1:
         raise _NoPlan
@@ -470,20 +507,16 @@ def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
 
 
 class _PlannedSteps:
-    """The rule's steps of values on one GPU, by columns of parts: of some values first, then of the next ones."""
+    """The rule's steps of values on one GPU, by columns of parts."""
 
-    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[list[TensorColumn]], is_work: bool) -> None:
-        from distrun_runtime.arrays.cuda import Read
-        from distrun_runtime.arrays.gpu import TensorColumn
-
+    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[TensorColumn], is_work: bool) -> None:
         self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
         self._states: list[Any] = [self._values.state_of(each.shard) for each in stored]
         self._updates = self._values.steps[self._shards]
         """Of each value, before the next step."""
         knobs = map(self._values.knobs_of, self._shards.tolist())
         items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
-        columns = [TensorColumn.joined(Read, each) for each in zip(*given, strict=True)]
-        self._steps = GpuSteps(rule, items, columns, is_work=is_work)
+        self._steps = GpuSteps(rule, items, given, is_work=is_work)
 
     def is_valid(self) -> bool:
         """Tell whether all values have had equally many updates since the last step."""

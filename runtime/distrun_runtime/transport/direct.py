@@ -586,6 +586,7 @@ class DirectTransport:
         """Take links that are open: the polling thread does not wait for what comes there."""
         self._taken = links
         for link in links:
+            self._open[link].recent = ()  # The head of a message may be that of the last one, with another number.
             if link not in self._unheard:
                 self._unheard.append(link)
                 self._watch(self._open[link])

@@ -124,6 +124,14 @@ def test_the_jobs_and_the_commands_are_these(name: str, asked: EngineOptions) ->
     assert rendered(submission(asked)) == (HERE / f"{name}.golden").read_text()
 
 
+def test_each_pod_of_a_role_gets_gpus_of_its_own() -> None:
+    """Each task is a pod, and a limit counts for one pod."""
+    made = engines.jobs(submission(options(Needs(gpus=2))))["items"]
+    specs = [(job["spec"]["completions"], job["spec"]["template"]["spec"]["containers"]) for job in made]
+    found = [(count, container["resources"]["limits"]) for count, (container,) in specs]
+    assert found == [(1, {}), (2, {"nvidia.com/gpu": 2})]
+
+
 def test_a_jobset_has_the_same_jobs_and_they_get_their_pods_the_same_way() -> None:
     shown = rendered(submission(options(), kind=JOBSETS))
     assert shown == (HERE / "jobset.golden").read_text()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -139,6 +141,63 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for_without_a_limit(monk
     with pytest.raises(cores.RuntimeFault, match=r"waited 0\.01 s for a thread that copies"):
         Threads(2, bound=1).share([8 << 16], work)
     goes_on.set()
+
+
+def test_a_piece_that_was_begun_before_the_caller_comes_to_its_own_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on, me = threading.Event(), threading.Event(), threading.current_thread()
+
+    class Asked(queue.SimpleQueue[object]):
+        def put(self, item: object, *_: object) -> None:
+            super().put(item)
+            assert begun.wait(60)
+
+    def work(_: int, run: slice) -> None:
+        if threading.current_thread() is not me:
+            begun.set()
+            assert goes_on.wait(60)
+            raise ZeroDivisionError
+        if run.stop == 8 << 16:
+            goes_on.set()
+
+    own = cores._ThreadSet()
+    own._asked = Asked()  # type: ignore[assignment]
+    monkeypatch.setattr(cores, "_threads", {os.getpid(): own})
+    with pytest.raises(ZeroDivisionError):
+        Threads(2, bound=1).share([8 << 16], work)
+
+
+def test_what_a_handler_raises_in_a_call_is_raised_when_no_thread_works_any_more() -> None:
+    begun, is_last, is_heard, has_returned = (threading.Event() for _ in range(4))
+    late: list[bool] = []
+
+    def handle(*_: object) -> None:
+        if not is_heard.is_set():
+            is_heard.set()
+            raise KeyboardInterrupt
+
+    def work(_: int, run: slice) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            if run.stop == 8 << 16:
+                is_last.set()
+            return
+        begun.set()
+        assert is_last.wait(60)
+        while not is_heard.wait(0.01):  # one that comes just before a wait does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        late.append(has_returned.wait(0.3))
+        raise ZeroDivisionError  # an interrupt is more than an error
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Threads(2, bound=1).share([8 << 16], work)
+    finally:
+        has_returned.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert late == [False]
 
 
 def test_beside_a_backward_half_of_the_threads_are_used() -> None:

@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 from gpuhistories import EACH_HISTORY
 from gpukit import Machine, values
-from kernelcheck import arguments, same
+from kernelcheck import same
 from realgpus import ON_BOTH, ON_REAL
 from sums import total as total_of
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import CpuDevice
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, ListLaunch, TensorColumn
 from distrun_runtime.arrays.gpu_devices import Gpus
-from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.ops import compression, fuse, optimizers, update
 
 F32 = np.dtype(np.float32)
@@ -170,11 +169,8 @@ def test_steps_of_rules_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, dtyp
 
 
 def launch(device: GpuDevice, step: fuse.FusedStep, arrays: dict[str, GpuArray], length: int) -> None:
-    used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
-    reads = [arrays[each.name] for each in used if each.access is not Access.WRITE]
-    writes = [arrays[each.name] for each in used if each.access is not Access.READ]
-    given = arguments(step, {name: each.pointer for name, each in arrays.items()})
-    device.launch(step.program, step.kernel.name, given, length, reads=reads, writes=writes)
+    columns = [TensorColumn.of(fuse.USES[each.access], [arrays[each.name]]) for each in step.arrays]
+    ListLaunch(device, step.program, step.kernel.name, columns, [length]).run(step.scalars)
 
 
 # Codecs

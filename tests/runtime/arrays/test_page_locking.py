@@ -219,6 +219,7 @@ def test_a_forked_child_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(blocks=BLOCKS)
     machine.gpus.get(0)
     monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(shared_memory, "own_pid", lambda: 1)
     array_of(Pool())
     assert machine.standin.calls["register"] == 0
 

@@ -51,7 +51,7 @@ def test_steps_of_several_weights_that_threads_share_have_the_bits_of_each_alone
     rule, found = optimizers.RULES[name]({}), []
     for threads in (1, 3):
         device, items = CpuDevice(threads=Threads(threads, bound=1000)), []
-        for size in (2 * update.CHUNK + 17, 5, 9000):
+        for size in (2 * update.CHUNK + 17, 5, 0, 9000):
             weight = np.linspace(0, 1, size, dtype=FLOAT)
             parts = [np.sin(weight), np.cos(weight)]
             items.append(update.WeightStep(weight, parts, rule.new_state(weight), optimizers.Knobs()))
@@ -63,7 +63,7 @@ def test_steps_of_several_weights_that_threads_share_have_the_bits_of_each_alone
                 for each in items
             ]
         )
-        assert [each.state["updates"] for each in items] == [2, 2, 2]
+        assert [each.state["updates"] for each in items] == [2, 2, 2, 2]
     assert found[0] == found[1]
 
 

@@ -701,3 +701,21 @@ def test_a_sum_that_cannot_be_made_fails_its_round_for_all_and_no_later_one(
     assert said(refused) == ["w0 PUSHPULL!", "w1 PUSHPULL!"]
     assert all("key 'a': no memory for a sum" in str(each.body["reason"]) for each in refused)
     assert [each.values["a"].tolist() for each in rounds(5)] == [[2, 2]] * 2
+
+
+def test_a_pull_of_more_keys_gets_its_own_round_of_those_that_its_worker_has_pushed_again(
+    twins: Callable[..., Twins],
+) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(4):
+        pair.round(Kind.PUSH, 0)
+        pair.round(Kind.PUSH, 4)
+    for _ in range(4):
+        pair.call(Kind.PUSH, 0, 4)
+        pair.call(Kind.PUSH, 0, 0)
+        both = [Entry(key, 0, SIZES[key], pair.memory[0].rounds[key]) for key in (2, 0)]
+        pair.hear("w0", Message(Kind.PULL, 1, 3, entries=protocol.entries_of(both)))
+        pair.call(Kind.PUSH, 1, 0)
+        pair.call(Kind.PUSH, 0, 0, 100)
+        pair.call(Kind.PUSH, 1, 0, 100)
+        pair.call(Kind.PUSH, 1, 4)

@@ -219,6 +219,66 @@ def test_scaled_pushes_have_plans_whatever_the_number(torch: Torch, rule: str, g
     pair.pull()
 
 
+@pytest.mark.parametrize(("kinds", "scale", "k"), [(("float16", "float32"), 0.5, 1), (("float16", "bfloat16"), 1.0, 3)])
+def test_keys_of_two_dtypes_and_equal_sizes_have_sums_of_their_own(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, kinds: Any, scale: float, k: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", [(300,), (300,)])
+    pair = Pair(torch, kinds, "sgd")
+    for _ in range(3):
+        pair.push(k, scale=scale)
+        pair.pull()
+    assert pair.plans == 2
+
+
+def test_gradients_that_cross_between_two_gpus_reach_their_own_keys(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", [(300,), (300,)])
+    pair = Pair(torch, rule="sgd")
+    for places in ((0, 1), (1, 0)):  # the first are where the values will be
+        pair.given = [[GpuTensor(torch, (300,), pair.kinds[0], place)] for place in places]
+        for _ in range(2):
+            pair.push(1)
+            pair.pull()
+    assert pair.plans == 3
+
+
+@pytest.mark.parametrize("rule", ["", "sgd"])
+def test_scaled_sums_go_by_one_bucket_of_bounded_size(torch: Torch, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(weights, "COPIED_BYTES", 1300)  # a key has 1200, all have 1804
+    pair = Pair(torch, ("float16",), rule)
+    for _ in range(3):
+        pair.push(1, scale=0.5)
+        pair.pull()
+    backend: Any = pair.stores[0]._backend
+    assert [each.nbytes for each in backend._weights.buckets.values()] == [1300]
+
+
+def test_updates_in_parts_leave_no_more_with_each_turn(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(torch, rule="sgd")
+    pair.push(1)
+    monkeypatch.setattr(weights, "COPIED_BYTES", 600)
+    there, counts = pair.kept[0].values, set()
+    for turn in range(6):
+        arrays = [some for [some] in pair.numbers(1)]
+        for each in pair.stores:
+            each.push(pair.keys, arrays, scale=0.5)
+        if turn >= 2:
+            counts.add((len(there.layouts), len(there.step_plans)))
+    pair.pull()
+    assert len(counts) == 1
+
+
+def test_of_tensors_that_are_looked_at_one_by_one_no_steps_are_kept(torch: Torch, tmp_path: Path) -> None:
+    pair = Pair(torch, rule="sgd")
+    with pair.stores[0].profile(tmp_path):  # no call has a plan
+        for _ in range(4):
+            pair.push(1)
+        pair.pull()
+    assert not any(each.on_gpu for each in pair.kept[0].values.step_plans.values())
+
+
 @SEEDS
 def test_calls_that_are_not_waited_for_are_ordered_before_the_stream_that_waits(torch: Torch, seed: int) -> None:
     pair = Pair(torch, rule="sgd")
@@ -478,6 +538,16 @@ def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torc
     pair.stores[0].set_optimizer("lamb", learning_rate=0.1, replace=True)
     gc.collect()
     assert on_gpu() is None
+
+
+def test_states_that_are_loaded_leave_no_plan(torch: Torch, tmp_path: Path) -> None:
+    pair = Pair(torch, rule="sgd")
+    for _ in range(3):
+        pair.push(2)
+    pair.stores[0].save_states(tmp_path)
+    pair.stores[0].load_states(tmp_path)
+    backend: Any = pair.stores[0]._backend
+    assert backend._plans is None
 
 
 def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(

@@ -197,6 +197,23 @@ def test_a_steady_pushpull_uses_the_shared_memory_of_the_one_before(steady: list
         assert sum(one != other for one, other in pairwise(seen)) <= 2 * requests
 
 
+def test_a_push_has_read_an_array_of_the_stores_when_it_returns() -> None:
+    def script(kv: KVStore) -> list[float]:
+        value, out = kv.empty((300_000,)), full(0, (300_000,))
+        kv.init("a", full(0, (300_000,)))
+        seen = []
+        for _ in range(8):
+            kv.barrier()
+            value[:] = 1
+            kv.push("a", value)
+            value[:] = 1000
+            kv.pull("a", out)
+            seen.append(float(out.max()))
+        return seen
+
+    assert run_job(script, 2, 1, over="direct") == [[2.0] * 8] * 2
+
+
 # What is no steady call
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime import kvstore
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import cores, dtypes
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import ContractError
 from distrun_runtime.kvstore import KVStore, RowSparse
@@ -52,7 +52,7 @@ def test_no_device_has_more_than_another_by_more_than_its_last_key(sizes: list[i
             assert load[device] - min(mine) <= min(load)
 
 
-THREADS = {"MXNET_KVSTORE_REDUCTION_NTHREADS": "4", "MXNET_KVSTORE_BIGARRAY_BOUND": "2"}
+THREADS = {"DISTRUN_COPY_THREADS": "4", "MXNET_KVSTORE_BIGARRAY_BOUND": "2"}
 """Values of 2 elements are summed by four threads."""
 
 
@@ -121,7 +121,7 @@ def test_each_device_has_a_residual_of_its_own() -> None:
 
 
 def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MXNET_KVSTORE_REDUCTION_NTHREADS", "3")
+    monkeypatch.setenv("DISTRUN_COPY_THREADS", "3")
     monkeypatch.setenv("MXNET_KVSTORE_BIGARRAY_BOUND", "77")
     kinds = {name: reducer_for(name) for name in ("local", "dist_sync", "device", "dist_device_sync")}
     assert [type(reducer) for reducer in kinds.values()] == [Reducer, Reducer, DeviceReducer, DeviceReducer]
@@ -132,3 +132,21 @@ def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatc
         reducer_for("local")
     # A dist store compresses the sum on its way to the servers, not each device's part as well.
     assert [kinds[name]._is_shared for name in kinds] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        *(({}, 1), ({"MXNET_KVSTORE_REDUCTION_NTHREADS": "4"}, 1), ({"DISTRUN_COPY_THREADS": "3"}, 3)),
+        ({"DISTRUN_COPY_THREADS": "3", "MXNET_KVSTORE_REDUCTION_NTHREADS": "2"}, 2),
+    ],
+)
+def test_sums_have_the_threads_that_copies_have_or_fewer(
+    env: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DISTRUN_COPY_THREADS", "MXNET_KVSTORE_REDUCTION_NTHREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1.0)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert reducer_for("local").host._threads.count() == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.ops import fuse, update
 from distrun_runtime.ops.optimizers import RULES, Knobs, make
+from distrun_runtime.ps import arithmetic
 from distrun_runtime.store import local, weights
 
 SIZES = (1, 3, 0, 40, 7, 100, 100, 2, 65)
@@ -204,9 +206,25 @@ def test_calls_whose_keys_are_given_anew_each_time_take_no_more_memory(monkeypat
             kv.push([np.int64(0), 1], [np.ones(3), np.ones(3)])  # not of the kind that the store keeps
         gc.collect()
         assert len(backend._weights.calls) <= 3
+        assert len(backend._weights.kept[0].values.step_plans) <= 3
         out = np.zeros(3)
         kv.pull(0, out)
         assert out.tolist() == [20.0] * 3
+
+
+def test_of_scaled_sums_that_threads_share_few_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXNET_KVSTORE_REDUCTION_NTHREADS", "2")
+    monkeypatch.setattr(arithmetic, "SHARED_ELEMENTS", 1 << 20)
+    keys, given = [*range(16)], [np.ones(1 << 20, np.float32)] * 16
+    with kvstore.create("local") as kv:
+        kv.init(keys, given)
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        kv.push(keys, given)
+        tracemalloc.start()
+        kv.push(keys, given, scale=0.5)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 24 << 20  # of 64 MiB
 
 
 def test_a_rule_that_fails_leaves_the_keys_before_updated_and_those_behind_as_they_were() -> None:
