@@ -87,6 +87,9 @@ ASKS_BEFORE_DONE = 20
 BLOCKING = {"alloc", "free", "register", "unregister", "load", "synchronize", "enable_peer", "share", "open_shared"}
 """Calls that may wait for a GPU, or take long; so may copies from and to memory of the host that is not page-locked."""
 
+EVENTS = ("make_event", "share_event", "open_event")
+"""Calls of which there are many at once."""
+
 Clock = dict[int, int]
 """For each stream, how many of its operations are known to be over."""
 
@@ -202,7 +205,7 @@ def call(method: T) -> T:
             self.check_free(name)
         with self.lock:
             self.calls[name] += 1
-            if self.kill_at and sum(self.calls.values()) >= self.kill_at:
+            if self.kill_at and sum(self.calls.values()) - sum(self.calls[each] for each in EVENTS) >= self.kill_at:
                 os.kill(self.pid, signal.SIGKILL)
             if self.dead is not None:
                 raise self.dead
@@ -250,7 +253,7 @@ class StandIn:
         self.devices = devices
         self.uuid = uuid
         self.kill_at = 0
-        """The call, of all, at which the process is killed."""
+        """The call, of all but `EVENTS`, at which the process is killed."""
         self._event_page: EventPage | None = None
         self.memory_bytes = memory
         self.locks_readonly = locks_readonly

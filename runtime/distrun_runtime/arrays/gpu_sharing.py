@@ -281,7 +281,7 @@ class Arrival:
     who: str
     event: Event
     is_gone: Callable[[], bool]
-    """Whether that process has ended, or begun to end."""
+    """Whether that process has ended, or begun to end, or the connection with it."""
     is_over: bool = False
 
     def wait(self, order: StreamOrdering) -> None:
@@ -296,7 +296,9 @@ class Arrival:
             is_gone = self.is_gone()
             has_completed = not is_gone and order.cuda.query(self.event)
             if is_gone or self.is_gone():
-                raise KVError(f"{self.who} has ended before its values were known to be on the GPU")
+                raise KVError(
+                    f"{self.who}, or the connection with it, has ended before its values were known to be on the GPU"
+                )
             self.is_over = has_completed
             if not self.is_over and time.monotonic() >= until:
                 raise KVError(
@@ -358,6 +360,8 @@ class _ImportedPlace:
 
 
 def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType) -> GpuArray:
+    if begin % dtype.itemsize:
+        raise KVError(f"a frame of {dtype} begins at byte {begin}, which is no multiple of {dtype.itemsize}")
     first, size = begin // dtype.itemsize, memoryview(frame).nbytes // dtype.itemsize
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
 

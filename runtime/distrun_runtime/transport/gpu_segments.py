@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.gpu_sharing import GpuExports, GpuMapping, GpuSharing
 
+GPU_SLOTS = 128
+"""So many messages to a peer may have frames on a GPU at a time; each has an event, of which CUDA has few."""
 MEMORY, EVENT = "gpu", "event"
 """First words of what is sent on the socket: of a descriptor, `gpu NUMBER`; of a slot's event, `event SLOT NAME`."""
 
@@ -86,6 +88,8 @@ class GpuPeer:
     """Those that it reads."""
     events: dict[int, Event] = field(default_factory=dict)
     """Ours, by slot; it has their names."""
+    free: list[int] = field(default_factory=list)
+    """Slots that have an event and are not in use."""
     fds: dict[int, int] = field(default_factory=dict)
     """Descriptors of its segments that were not mapped yet, by number."""
     known: set[int] = field(default_factory=set)
@@ -97,7 +101,7 @@ class GpuPeer:
     names: dict[int, bytes] = field(default_factory=dict)
     """Of its events, by slot."""
     opened: dict[int, Event] = field(default_factory=dict)
-    """Its events that were used here."""
+    """Its events, by slot."""
 
     def takes(self, text: str, fd: int) -> bool:
         """Take in what came on the socket, if it is of a GPU; tell whether it was."""
@@ -181,6 +185,8 @@ class GpuSegments:
         for segment in exports.segments:
             if segment.number in peer.told:
                 continue
+            if not peer.told and not self._make_events(exports, peer, one):
+                return
             with exports.descriptors:
                 if segment not in exports.segments:
                     continue  # It was given back meanwhile.
@@ -205,21 +211,35 @@ class GpuSegments:
             return None
         return Reference(place.segment, place.offset + address_of(frame) - place.address, memoryview(frame).nbytes)
 
-    def record(self, peer: GpuPeer, slot: int, one: socket.socket) -> bool:
-        """Put the event of a slot behind all that the GPU has to do so far; False: the peer cannot be told of it."""
+    def _make_events(self, exports: GpuExports, peer: GpuPeer, one: socket.socket) -> bool:
+        """Make the events for messages to a peer, as far as CUDA has them, and send their names; False: not all were
+        sent so far."""
+        for slot in range(len(peer.events), GPU_SLOTS):
+            try:
+                event, name = exports.order.cuda.share_event(exports.gpu.physical)
+                one.send(f"{EVENT} {slot} {name.hex()}".encode(), socket.MSG_NOSIGNAL)
+            except KVError as err:
+                self.why_not = str(err)
+                break
+            except OSError:
+                return False  # The socket is full, or its other end is closed.
+            peer.events[slot] = event
+            peer.free.append(slot)
+        return True
+
+    def record(self, peer: GpuPeer, slot: int) -> bool:
+        """Put the event of a slot behind all that the GPU has to do so far; False: that cannot be.
+
+        Raises:
+            CudaError: the GPU has failed for good.
+        """
         exports = self.exports
         assert exports is not None
-        event = peer.events.get(slot)
-        if event is None:
-            event, name = exports.order.cuda.share_event(exports.gpu.physical)
-            exports.record(event)
-            try:
-                one.send(f"{EVENT} {slot} {name.hex()}".encode(), socket.MSG_NOSIGNAL)
-            except OSError:
-                return False
-            peer.events[slot] = event
-        else:
-            exports.record(event)
+        try:
+            exports.record(peer.events[slot])
+        except KVError:
+            exports.order.cuda.check()
+            return False
         return True
 
     # A peer's
@@ -243,6 +263,9 @@ class GpuSegments:
                 mapping = self._opened().map(offer, gpu, peer.fds[number])
                 if mapping is None:
                     continue
+                cuda = devices.gpus().order.cuda
+                for slot in peer.names.keys() - peer.opened.keys():
+                    peer.opened[slot] = cuda.open_event(gpu.physical, peer.names[slot])
                 peer.mapped[number] = mapping
             except (KVError, OSError) as err:
                 reason = str(err)
@@ -256,20 +279,13 @@ class GpuSegments:
         """Return the bytes of a segment, for a message that names it.
 
         Raises:
-            NotShared: its event is none.
+            NotShared: its slot has no event.
         """
         from distrun_runtime.arrays.gpu_sharing import Arrival
 
-        mapping = peer.mapped[number]
         if slot not in peer.opened:
-            from distrun_runtime.arrays import device as devices
-
-            try:
-                cuda = devices.gpus().order.cuda
-                peer.opened[slot] = cuda.open_event(mapping.gpu.physical, peer.names[slot])
-            except KVError as err:
-                raise NotShared(f"the event of slot {slot}: {err}") from err
-        return mapping.frames(Arrival(f"the process at {who}", peer.opened[slot], has_ended))
+            raise NotShared(f"slot {slot} has no event")
+        return peer.mapped[number].frames(Arrival(f"the process at {who}", peer.opened[slot], has_ended))
 
     def collect(self) -> None:
         """Let go of what was read, and unmap what is not needed any more."""

@@ -56,7 +56,7 @@ from distrun_runtime.arrays.shared_memory import (
 )
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.transport.base import NotShared
-from distrun_runtime.transport.gpu_segments import GpuOffer, GpuPeer, GpuSegments, Reference
+from distrun_runtime.transport.gpu_segments import GPU_SLOTS, GpuOffer, GpuPeer, GpuSegments, Reference
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -148,16 +148,19 @@ class _Peer:
     """Our segments whose descriptors it has."""
     mapped: dict[int, mmap.mmap] = field(default_factory=dict)
     """Its segments, by number."""
-    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    free: list[int] = field(default_factory=lambda: list(range(GPU_SLOTS, SLOTS)))
+    """Slots of messages in host memory; the first ones are of those on a GPU."""
     generation: int = 0
     gpu: GpuPeer = field(default_factory=GpuPeer)
     """What is shared with it of GPUs."""
+    is_dropped: bool = False
+    """Its link has ended: what it was to write is not waited for."""
     is_gone: bool = False
     """Its end of the socket is closed, so no process reads our memory any more."""
 
     def has_ended(self) -> bool:
-        """Whether its end of the socket is closed, or its process has begun to end. Threads: any."""
-        if self.is_gone:
+        """Whether its link has ended, its end of the socket is closed, or its process begun to end. Threads: any."""
+        if self.is_gone or self.is_dropped:
             return True
         ended = select.poll()
         with contextlib.suppress(OSError, ValueError):  # it was closed by now
@@ -188,6 +191,8 @@ class SharedLease:
     generation: int
     frames: Sequence[Buffer] | None
     """Kept, so that their memory is not given to another user meanwhile."""
+    free: list[int]
+    """Where the slot comes from."""
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +202,7 @@ class SharedLease:
         if self.peer.out.slots[self.slot] != self.generation and not self.peer.is_gone:
             return False
         self.frames = None
-        self.peer.free.append(self.slot)
+        self.free.append(self.slot)
         return True
 
     def let_go(self) -> None:
@@ -451,10 +456,11 @@ class Segments:
             is_on_gpu: some of them are on a GPU. An event is put behind what the GPU has to do so far.
         """
         peer = self.peers[link]
-        if not peer.free or (is_on_gpu and not self.gpu.record(peer.gpu, peer.free[-1], peer.socket)):
+        free = peer.gpu.free if is_on_gpu else peer.free
+        if not free or (is_on_gpu and not self.gpu.record(peer.gpu, free[-1])):
             return None
         peer.generation = peer.generation % 0xFFFFFFFF + 1
-        return SharedLease(peer, peer.free.pop(), peer.generation, frames)
+        return SharedLease(peer, free.pop(), peer.generation, frames, free)
 
     def fill(
         self, frames: list[Buffer], link: str, table: Sequence[tuple[int, ...]], slot: int, generation: int
@@ -477,8 +483,6 @@ class Segments:
                 raise NotShared(f"frame {frame} of its message is on a GPU, where only payloads can be")
             owner = owners.get(number)
             if owner is None and number in peer.gpu.mapped:
-                while slot not in peer.gpu.names:
-                    self._receive(peer)
                 owner = owners[number] = self.gpu.frames(peer.gpu, number, slot, link, peer.has_ended)
             elif owner is None:
                 self._map(peer, number)
@@ -618,6 +622,7 @@ class Segments:
                 BLOCKS.drop(memory)
             peer.mapped.clear()
             peer.gpu.close()
+            peer.is_dropped = True
             self._leaving.append(peer)
 
     def look(self) -> None:

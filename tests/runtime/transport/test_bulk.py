@@ -200,7 +200,7 @@ def test_messages_keep_their_order_and_contents_whatever_way_their_frames_go(pai
 def test_more_messages_than_there_are_slots_travel_as_bytes(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_segments, "SLOTS", 3)
+    monkeypatch.setattr(host_segments, "SLOTS", host_segments.GPU_SLOTS + 3)
     one = pair()
     one.agree()
     array = one.array(value=2.0)

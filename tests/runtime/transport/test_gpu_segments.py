@@ -156,7 +156,7 @@ def test_an_event_is_not_believed_when_its_maker_has_ended(pair: Pair) -> None:
 def test_who_ends_while_its_event_is_asked_is_not_believed(pair: Pair, ends_at: int) -> None:
     asked, event = itertools.count(1), pair.machine.cuda.event(0)  # It was never recorded, so it has completed.
     arrival = Arrival("the process at in:1", event, lambda: next(asked) >= ends_at)
-    with pytest.raises(KVError, match="the process at in:1 has ended"):
+    with pytest.raises(KVError, match="the process at in:1, or the connection with it, has ended"):
         arrival.wait(pair.machine.gpus.order)
     Arrival("", event, lambda: False).wait(pair.machine.gpus.order)
 
@@ -206,6 +206,47 @@ def test_a_segment_that_cannot_be_marked_is_given_back(pair: Pair, monkeypatch: 
     assert pair.machine.standin.used == used
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
+
+
+def test_a_frame_that_begins_within_an_element_is_refused(pair: Pair) -> None:
+    pair.agree()
+    array = pair.exports().empty((SIZE,), np.dtype(np.uint8))
+    assert array is not None
+    pair.gpu.clear(array)
+    pair.server.send(pair.links[pair.server], [*HEAD, frames_of([array])[0][2:402]])
+    with pytest.raises(KVError, match="begins at byte 4098, which is no multiple of 4"):
+        array_of(pair.receive(), np.dtype(np.float32))
+
+
+def test_what_ended_connections_had_announced_is_not_waited_for(pair: Pair) -> None:
+    pair.agree()
+    pair.send(pair.worker, 3.0)
+    frame = pair.receive()
+    pair.server.disconnect(pair.links[pair.server])
+    with pytest.raises(KVError, match="has ended before"):
+        array_of(frame, np.dtype(np.float32))
+
+
+def test_messages_for_which_there_is_no_event_have_copies_on_the_host(pair: Pair) -> None:
+    pair.machine.standin.fail("share_event", 4, code=2)  # The first one is the segment's.
+    pair.server.share_gpu(pair.gpu)
+    pair.until(lambda: [each.path for each in pair.chosen].count("gpu") == 2)
+    assert any("share_event on gpu:0 failed" in each.reason for each in pair.chosen)
+    for _ in range(4):
+        pair.send(pair.server, 3.0)
+    frames = [pair.receive() for _ in range(4)]
+    assert [place_of(each) is not None for each in frames] == [True, True, False, False]
+    assert {bytes(readable(each)) for each in frames} == {np.full(SIZE, 3.0, np.float32).tobytes()[: len(frames[0])]}
+
+
+def test_an_event_that_cannot_be_recorded_is_not_relied_on(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: GpuExports, event: Any) -> None:
+        raise CudaError("record", 0, 2, "cudaErrorMemoryAllocation", "out of memory")
+
+    pair.agree()
+    monkeypatch.setattr(GpuExports, "record", record)
+    pair.send(pair.server, 3.0)
+    assert set(np.frombuffer(pair.receive(), np.float32).tolist()) == {3.0}
 
 
 def test_memory_is_lent_until_the_other_gpu_is_known_to_have_read_it(pair: Pair) -> None:
@@ -289,6 +330,7 @@ def test_a_driver_without_such_memory_is_told_and_asked_once(pair: Pair, monkeyp
         ("open_shared", 999, "open_shared on gpu:0 failed: cudaErrorUnknown"),
         ("open_event", 999, "open_event on gpu:0 failed: cudaErrorUnknown"),
         ("open_event", 400, "open_event on gpu:0 failed: cudaErrorInvalidResourceHandle"),
+        ("open_event:9", 2, "open_event on gpu:0 failed: cudaErrorMemoryAllocation"),
         ("", 0, "this process does not use the GPU of UUID"),
     ],
 )
@@ -296,7 +338,8 @@ def test_where_it_does_not_work_the_hosts_path_is_used_and_the_reason_is_told(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str, code: int, reason: str
 ) -> None:
     if call:
-        pair.machine.standin.fail(call, code=code)
+        name, _, nth = call.partition(":")
+        pair.machine.standin.fail(name, int(nth or 1), code=code)
     else:
         uuids, known = itertools.count(), pair.machine.cuda.properties
         monkeypatch.setattr(pair.machine.cuda, "properties", lambda gpu: replace(known(gpu), uuid=str(next(uuids))))
@@ -331,7 +374,7 @@ def test_a_descriptor_that_comes_twice_is_closed(pair: Pair) -> None:
     ours, known = pair.worker._segments.peers["server-0"].socket, len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         socket.send_fds(ours, [b"gpu 99"], [ours.fileno()])
-    pair.send(pair.worker, 3.0)
+    pair.worker._say("server-0", BulkKind.SEGMENTS, {"segments": {"numbers": [98]}})
     assert "a segment cannot be mapped" in str(pair.down())
     assert len(os.listdir("/proc/self/fd")) <= known
 
