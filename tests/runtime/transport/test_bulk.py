@@ -166,6 +166,15 @@ def test_memory_that_is_lent_stays_so_if_a_later_send_is_interrupted_anywhere(on
     del arrived
 
 
+def test_a_frame_is_not_taken_for_one_that_had_its_id_before(one: Pair) -> None:
+    first, second = bytes_of(one.array(value=3.0)), bytes_of(one.array(value=9.0))
+    one.pass_on(b"", first)
+    found = one.opener._segments._found
+    found[id(second)] = found[id(first)]  # as if nobody had heard of the end of that one
+    _, arrived = one.pass_on(b"", second)
+    assert (np.frombuffer(arrived.frames[1], np.float32) == 9.0).all()
+
+
 def test_memory_that_is_lent_is_not_given_to_anybody_else(one: Pair) -> None:
     array = one.array(value=3.0)
     lease, arrived = one.pass_on(b"", bytes_of(array))
