@@ -11,7 +11,7 @@ import pytest
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol.message import NUMBER, NUMBER_AT, Kind, encode
 from distrun_runtime.ps.role import Request
-from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSends
 from distrun_runtime.transport.resend import kind_of
 
 
@@ -47,7 +47,7 @@ def steady_calls(patch: pytest.MonkeyPatch) -> list[SteadyCall]:
     exchange = NodeSession.exchange
 
     def watched(
-        self: NodeSession, sends: Sequence[PlannedSend], as_request: Callable[[], Asked], *others: Any, **more: Any
+        self: NodeSession, sends: PlannedSends, as_request: Callable[[], Asked], *others: Any, **more: Any
     ) -> Any:
         asked = [joined(encode(one, self.sender)) for _, one in as_request().messages]
         call = SteadyCall(self.rank, [joined(one.frames) for one in sends], asked, [one.into for one in sends])

@@ -137,7 +137,8 @@ class Server:
         """Rounds of the stores that are closed."""
         self._now = 0.0
         self.version = 0
-        """Rises with every event: while it has not risen, only messages were taken in that are known (`ps.steady`)."""
+        """Rises with every event: while it has not risen, only messages were taken in that are known (`ps.steady`,
+        which looks by itself what these have changed)."""
         self._is_registered = False
         self._is_stopping = False
         self._failing = ""

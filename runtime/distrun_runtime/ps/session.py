@@ -87,6 +87,13 @@ class PlannedSend(NamedTuple):
     """Once it is answered, its frames are read no more."""
 
 
+class PlannedSends(list[PlannedSend]):
+    """The messages of an `exchange`."""
+
+    is_begun = False
+    """They are sent, whatever happens; before, an exception ends the `exchange` without a trace."""
+
+
 class Asked(NamedTuple):
     """The arguments of `NodeSession.ask`, for what an `exchange` sends."""
 
@@ -100,7 +107,7 @@ class Asked(NamedTuple):
 class CallUnderWay:
     """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
 
-    def __init__(self, sends: Sequence[PlannedSend], links: tuple[str, ...], first: int) -> None:
+    def __init__(self, sends: PlannedSends, links: tuple[str, ...], first: int) -> None:
         self.sends = sends
         self.links = links
         """Each once."""
@@ -303,7 +310,7 @@ class NodeSession:
 
     def exchange(
         self,
-        sends: Sequence[PlannedSend],
+        sends: PlannedSends,
         as_request: Callable[[], Asked],
         begun: Callable[[Request], object],
         sent: Callable[[], object] = lambda: None,
@@ -352,12 +359,15 @@ class NodeSession:
                         return self._carry_out(exchange, sent, waits)
                 finally:
                     turn.owner = 0
-        request = self.ask(*as_request())
+        asked = as_request()
+        self._give_away_turn()  # It may refuse.
+        sends.is_begun = True
+        request = self.ask(*asked)
         begun(request)
         sent()
         return request
 
-    def _reserve(self, sends: Sequence[PlannedSend]) -> CallUnderWay | None:
+    def _reserve(self, sends: PlannedSends) -> CallUnderWay | None:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
@@ -421,7 +431,7 @@ class NodeSession:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
         assert self._direct is not None
-        self._exchange = exchange
+        self._exchange, exchange.sends.is_begun = exchange, True
         try:
             self._direct.take(exchange.links)
             for number, send in enumerate(exchange.sends):

@@ -6,7 +6,9 @@ the message is known by a look-up and a comparison: its values are kept, or comp
 answers have heads that were made before and refer to the arenas.
 
 All tables (`shards.Store`, `values.Values`, pulls that wait, counters) are left as `server.Server` and the engine leave
-them, and the same bytes are sent. So messages that are known and others may alternate at will. `take` returns None, and
+them, and the same bytes are sent. So messages that are known and others may alternate at will, as long as all that
+`_look` has found of a set of shards holds: it is asked again after any other event, after a message for another set of
+some of them, and when a round is over that somebody still waits for. `take` returns None, and
 has changed nothing, for what is not known, is not in step, or comes while anything unusual is under way in its store.
 """
 
@@ -24,6 +26,7 @@ from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
+from distrun_runtime.ops.compression import ROWS
 from distrun_runtime.protocol import message as wire
 from distrun_runtime.protocol.message import BYTES, DTYPES, NO_ENTRIES, VIEW, Kind, Message, Payload
 from distrun_runtime.ps import arithmetic, role
@@ -48,6 +51,8 @@ _ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
 """The last member of an entry."""
 _FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
 """Of the first entry all before the round, and that."""
+_CODEC, _ROWS = slice(_HEAD + wire.ENTRY.fields["codec"][1], _HEAD + wire.ENTRY.fields["codec"][1] + 1), bytes([ROWS])  # type: ignore[index]
+"""Of the first entry its codec; that of rows."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
 _NUMBERS = itertools.count(1)
@@ -172,6 +177,8 @@ class Steady:
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
             if len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS:
+                return None
+            if head[_CODEC] == _ROWS:  # They have another size in each step, and would take the place of others.
                 return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)
@@ -344,7 +351,11 @@ def _fixed_in(head: bytes) -> bytes:
 
 def _bytes_of(name: tuple[Any, ...], known: Any) -> int:
     """Return about how much memory it takes to know a message, without what others share."""
-    return len(name[3]) + (known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0)
+    return (
+        len(name[3])
+        + 8 * len(name)
+        + (known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0)
+    )
 
 
 def _drop(values: Values, names: Iterable[tuple[Any, ...]]) -> None:

@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import compress
+from operator import methodcaller
 from typing import Any, cast
 
 import numpy as np
@@ -235,6 +237,7 @@ PULLED_NEXT = 2
 """After so many pushes of the same keys that their pull followed, the next push asks for the result at once."""
 PULLED_NEXT_AGAIN = 16
 """As many more are wanted once it did not follow."""
+_RELEASE = methodcaller("release")
 
 
 def create_dist(
@@ -497,23 +500,23 @@ class DistBackend(StoreBackend):
             self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
-        held = [self._lock]
-        self._lock.acquire()
+        # A signal handler may raise behind any call, but not within what C does by one: the lock is taken and noted by
+        # one call, and given back by one, once.
+        held: list[threading.RLock] = []
+        let_go = partial(next, map(_RELEASE, held), None)
         try:
+            held += compress((self._lock,), map(self._lock.acquire, (True,)))
             plan = self._plans.find(kind, key, priority, scale)
             if plan is None or not self._link.plans:
                 return None
             self.lifetime.check()
             self.lifetime.late.raise_first()
-            if not plan.fits(kind, values, outs) or not self._planning.acquire(blocking=False):
+            if not plan.fits(kind, values, outs) or self._planning.locked():
                 return None
-            try:
-                return self._steady(kind, plan, values, outs, lambda: held.pop().release())
-            finally:
-                self._planning.release()
+            with self._planning:  # It is free: only who has the lock takes it, but for `close`, which gives it back.
+                return self._steady(kind, plan, values, outs, let_go)
         finally:
-            for lock in held:
-                lock.release()
+            let_go()
 
     def _steady(
         self, kind: Kind, plan: CallPlan, values: Sequence[Array], outs: Sequence[Array], sent: Callable[[], None]
@@ -541,17 +544,22 @@ class DistBackend(StoreBackend):
         if made is None:
             self._plans.pop(plan.name, None)
             return None
-        begun = partial(self._link.begun, made.requests)
-        exchange = partial(self._node.exchange, made.sends, partial(self._transfers.asked, made), begun)
-        if kind is Kind.PUSH:
-            self._pushed = keys
-            if plan.name[0] is Kind.PUSHPULL:
-                try:
-                    made.ahead = exchange(waits=False)
-                finally:
-                    self._ahead = made if made.ahead or made.requests else None
-                return done
-        return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
+        try:
+            begun = partial(self._link.begun, made.requests)
+            exchange = partial(self._node.exchange, made.sends, partial(self._transfers.asked, made), begun)
+            if kind is Kind.PUSH:
+                self._pushed = keys
+                if plan.name[0] is Kind.PUSHPULL:
+                    try:
+                        made.ahead = exchange(waits=False)
+                    finally:
+                        self._ahead = made if made.ahead or made.requests else None
+                    return done
+            return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
+        except BaseException:
+            if not made.sends.is_begun:
+                self._transfers.take_back(made)
+            raise
 
     def _finish(self, made: PlannedCall, *, waits: bool = True) -> Any:
         """Receive the answers of a push that asked for its result; return them, or the request."""

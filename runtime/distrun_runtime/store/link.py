@@ -22,7 +22,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend, PlannedSends
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -243,7 +243,7 @@ class StoreLink:
     def _meet(self, what: str, message: Message, begun: Callable[[Request], None]) -> None:
         """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
         head, body = encode(message, self.node.sender)
-        sends = [PlannedSend(SCHEDULER_LINK, [bytearray(head), body])]
+        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, [bytearray(head), body])])
 
         def follow(request: Request) -> None:
             self._begun(request)

@@ -24,7 +24,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Portion, Route, step_of
-from distrun_runtime.ps.session import PlannedSend
+from distrun_runtime.ps.session import PlannedSend, PlannedSends
 from distrun_runtime.store.base import Selection
 from distrun_runtime.store.keys import Key
 from distrun_runtime.store.pending import CompletedCall
@@ -155,7 +155,7 @@ class PlannedCall:
     plan: CallPlan
     rounds: Array
     """Of each key."""
-    sends: list[PlannedSend]
+    sends: PlannedSends
     requests: list[Request] = field(default_factory=list)
     """What it has become, if it has."""
     ahead: object = None

@@ -43,7 +43,7 @@ from distrun_runtime.ps.routing import (
     Route,
     portions_of,
 )
-from distrun_runtime.ps.session import Asked, PlannedSend
+from distrun_runtime.ps.session import Asked, PlannedSends
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
@@ -369,8 +369,7 @@ class Transfers:
         if skip is not None:
             body["skip"] = dict(skip)
         rounds = self._rounds[route.numbers] + 1
-        self._rounds[route.numbers] = rounds
-        request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority)
+        request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority, counts=route.numbers)
         # Not `loaded`: its frames are free when their own message is answered.
         self._carries(request, [portion for portion, _, _ in loaded])
         return request
@@ -501,12 +500,12 @@ class Transfers:
     def begin(self, plan: CallPlan, values: Sequence[Array], *, lent: bool) -> PlannedCall | None:
         """Return a steady call that is ready to be sent; None: servers expect other messages than the plan has now.
 
-        The call is this worker's next contribution, so it has to be sent.
+        The call is this worker's next contribution, so it has to be sent, or taken back.
 
         Arguments:
             lent: the values stay as they are until the answers are here.
         """
-        kind, route, sends = plan.name[0], plan.route, list[PlannedSend]()
+        kind, route, sends = plan.name[0], plan.route, PlannedSends()
         rounds = self._rounds[route.at].copy()
         if kind is not Kind.PULL:
             if len(rounds) == 1:
@@ -522,9 +521,15 @@ class Transfers:
             pool = None if each.is_small else self._staging(each.portion)
             payloads = () if kind is Kind.PULL else each.portion.gather(values, False, pool, in_place)
             sends.append(each.send(plan.text, payloads, pool is not None))
+        made = PlannedCall(plan, rounds, sends)
         if kind is not Kind.PULL:
             self._rounds[route.at] = rounds
-        return PlannedCall(plan, rounds, sends)
+        return made
+
+    def take_back(self, made: PlannedCall) -> None:
+        """A steady call was interrupted before it was to be sent: its round is that of the next one."""
+        if made.plan.name[0] is not Kind.PULL:
+            self._rounds[made.plan.route.at] = made.rounds - 1
 
     def asked(self, made: PlannedCall) -> Asked:
         """Return what a steady call asks of the servers, as messages."""
@@ -559,16 +564,33 @@ class Transfers:
     # Messages
 
     def _send(
-        self, what: str, kind: Kind, loaded: Sequence[Loaded], rounds: Array, *, body: Mapping[str, Any], priority: int
+        self,
+        what: str,
+        kind: Kind,
+        loaded: Sequence[Loaded],
+        rounds: Array,
+        *,
+        body: Mapping[str, Any],
+        priority: int,
+        counts: Array | None = None,
     ) -> Request:
+        """Send messages; `counts`: numbers of the keys whose rounds these are from now on."""
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
-        messages = self._messages(kind, loaded, rounds, body, priority)
-        began = time.monotonic()
-        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
-        request = self._link.ask(what, messages, entries_of=partial(self._entries_again, loaded, rounds))
+        is_asked = False
+        try:
+            if counts is not None:
+                self._rounds[counts] = rounds
+            messages = self._messages(kind, loaded, rounds, body, priority)
+            began, is_asked = time.monotonic(), True
+            # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
+            request = self._link.ask(what, messages, entries_of=partial(self._entries_again, loaded, rounds))
+        except BaseException:
+            if counts is not None and not is_asked:
+                self._rounds[counts] = rounds - 1  # It was interrupted: the next call is this round.
+            raise
         if is_measured:
             request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
         return request

@@ -43,7 +43,8 @@ from distrun_runtime.transport.host_segments import Segments
 MAGIC = b"DRKB"
 VERSION = 1
 LOOK_S = 0.05
-"""How often memory is looked after, if nothing wakes the polling thread."""
+"""How often memory is looked after, if nothing wakes the polling thread; where all messages are taken as they come
+(`pour`), its loop has to tick for it."""
 LARGE_BYTES = 80 * 1024
 """Frames from this size on go by another path. For smaller ones a reference costs more than the copies: 64 KiB take two
 thirds of the time. A message of them is read from a socket at once (`direct.CHUNK_BYTES`)."""
@@ -175,24 +176,24 @@ class BulkTransport:
         shared = self._segments.lease(link, frames, is_on_gpu=bool(on_gpu)) if table else None
         if shared is None:
             return self._inner.send(link, list(map(readable, frames)) if on_gpu else frames)
+        self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
+        self._in_use.append(shared)  # First: an interruption does not tell whether it was sent.
         head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
         inner = self._inner.send(link, [head + b"".join(table), *rest])
-        lease = shared if inner.is_over else _SplitLease([shared, inner])
-        if lease is not shared:
-            self._by_inner[inner] = lease
-        self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
-        self._in_use.append(lease)
+        lease: Lease = shared
+        if not inner.is_over:
+            lease = self._by_inner[inner] = self._in_use[-1] = _SplitLease([shared, inner])
         return lease
 
     def _release(self) -> None:
         """Let go of memory that the other sides have read."""
         if self._in_use:
-            in_use, self._in_use = self._in_use, []
-            for lease in in_use:
-                if lease.is_over:
-                    self._events.append(Released(lease))
-                else:
-                    self._in_use.append(lease)
+            over: list[Lease] = []
+            left: list[Lease] = []
+            for lease in self._in_use:
+                (over if lease.is_over else left).append(lease)
+            if over:  # One step: see `direct`.
+                self._in_use, self._events = left, [*self._events, *map(Released, over)]
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""

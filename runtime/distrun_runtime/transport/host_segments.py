@@ -391,7 +391,9 @@ class Segments:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
         if IN_USE and (place := place_of(frame)) is not None:
             return self.gpu.refer(self.peers[link].gpu, frame, place)
-        known = self._found.get(id(frame)) or self._find(frame)
+        known = self._found.get(id(frame))
+        if known is None or known[0]() is not frame:
+            known = self._find(frame)
         return None if known is None or not _has(self.peers[link], known[1]) else known[2]
 
     def _find(self, frame: Buffer) -> _Found | None:

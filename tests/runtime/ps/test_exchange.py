@@ -20,7 +20,7 @@ from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of, rows_of
 from distrun_runtime.ps import role, session
 from distrun_runtime.ps.role import Request
-from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend, answers_to
+from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend, PlannedSends, answers_to
 
 COUNTS_MESSAGES = True
 SIZE = 1000
@@ -72,7 +72,7 @@ class Script:
     def exchange(self, kind: Kind = Kind.PUSHPULL, **more: Any) -> list[Any] | Request:
         """Carry out the next round."""
         messages = self.messages(kind, **more)
-        sends = []
+        sends = PlannedSends()
         for link, each in messages:
             now, *rest = message.encode(each, self.node.sender)
             head = self.heads.setdefault((link, len(now)), bytearray(now))
@@ -262,7 +262,7 @@ def test_a_message_whose_bucket_is_not_known_is_sent_again() -> None:
             for link, each in made.messages()
         ]
         known = [each.entries for _, each in made.messages()]
-        sends = []
+        sends = PlannedSends()
         for link, each in messages:
             head, *rest = message.encode(each, made.node.sender)
             sends.append(PlannedSend(link, [bytearray(head), *rest]))

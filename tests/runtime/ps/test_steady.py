@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.ops.compression import ROWS
 from distrun_runtime.protocol import message as protocol
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Entry, Kind, Message, Payload
 from distrun_runtime.ps.engine import MUCH_BYTES, WorkEngine
@@ -719,3 +720,12 @@ def test_a_pull_of_more_keys_gets_its_own_round_of_those_that_its_worker_has_pus
         pair.call(Kind.PUSH, 0, 0, 100)
         pair.call(Kind.PUSH, 1, 0, 100)
         pair.call(Kind.PUSH, 1, 4)
+
+
+def test_rows_take_no_place_of_messages_that_come_again(twins: Callable[..., Twins]) -> None:
+    pair = twins(1, buckets=False)
+    values = engine_of(pair.servers[0])._values[1]
+    for count in range(1, 6):
+        rows = Entry(0, 0, SIZES[0], count, FLOAT32, ROWS, Payload.FRAME)
+        pair.hear("w0", Message(Kind.PUSH, 1, 3, entries=protocol.entries_of([rows]), payloads=[bytes(8 * count)]))
+    assert not values.plans

@@ -18,6 +18,7 @@ from alternation import alternate
 from cluster import PATHS, run_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import interrupted
 from manual import ManualJob
 
 from distrun_runtime.arrays.shared_memory import address_of
@@ -442,6 +443,25 @@ def test_two_threads_that_call_at_once_in_opposite_orders_get_their_own_values()
     assert run_job(script, 2, 1, over="direct") == [[{2.0}, {20.0}]] * 2
 
 
+def test_after_a_steady_call_that_is_interrupted_anywhere_the_store_goes_on() -> None:
+    def script(kv: KVStore) -> int:
+        kv.init("w", full(0))
+        given, out, at = full(1), full(0), 1
+        for _ in range(4):
+            kv.pushpull("w", given, out)
+        while interrupted(lambda: kv.pushpull("w", given, out), at):
+            at += 1
+            for value in (2, 3):
+                again = threading.Thread(target=kv.pushpull, args=("w", full(value), out), daemon=True)
+                again.start()
+                again.join(20)
+                assert not again.is_alive(), f"interrupted at {at - 1}"
+                assert (out == value).all()
+        return at
+
+    assert run_job(script, 1, 1, over="direct")[0] > 50
+
+
 def test_a_forked_child_makes_no_steady_call_though_another_thread_was_in_one() -> None:
     def script(kv: KVStore) -> int:
         kv.init("w", full(0))
@@ -474,8 +494,7 @@ def test_a_forked_child_makes_no_steady_call_though_another_thread_was_in_one() 
 
 
 LOOP = """
-    import sys
-    import numpy as np
+        import numpy as np
     from distrun_runtime import kvstore
 
     kv = kvstore.create("dist_sync")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import interrupted
 from transports import DEADLINE_S, LONG, closed_at_the_end, endpoint, has, until, welcomed
 
 from distrun_runtime.arrays.shared_memory import Pool, seal
@@ -153,6 +154,25 @@ def test_memory_is_lent_until_its_receiver_has_dropped_it(one: Pair) -> None:
     gc.collect()
     assert lease.is_over
     assert until(one.opener, has(Released), one.acceptor) == [Released(lease)]
+
+
+def test_memory_that_is_lent_stays_so_if_a_later_send_is_interrupted_anywhere(one: Pair) -> None:
+    lease, arrived = one.pass_on(b"", bytes_of(one.array()))
+    array, at = one.array(), 1
+    while interrupted(lambda: one.opener.send("server-0", [b"", bytes_of(array)]), at):
+        at += 1
+        assert lease in one.opener._in_use
+    assert at > 10
+    del arrived
+
+
+def test_a_frame_is_not_taken_for_one_that_had_its_id_before(one: Pair) -> None:
+    first, second = bytes_of(one.array(value=3.0)), bytes_of(one.array(value=9.0))
+    one.pass_on(b"", first)
+    found = one.opener._segments._found
+    found[id(second)] = found[id(first)]  # as if nobody had heard of the end of that one
+    _, arrived = one.pass_on(b"", second)
+    assert (np.frombuffer(arrived.frames[1], np.float32) == 9.0).all()
 
 
 def test_memory_that_is_lent_is_not_given_to_anybody_else(one: Pair) -> None:
