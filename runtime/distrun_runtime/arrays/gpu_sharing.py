@@ -291,22 +291,25 @@ class Arrival:
             KVError: the other process has ended before that was known, or they did not come in time.
         """
         until = time.monotonic() + order.wait_s
-        while not self.is_over:
-            # What an event says whose maker has ended is not defined: it lives before it is asked, and after.
-            is_gone = self.is_gone()
-            has_completed = not is_gone and order.cuda.query(self.event)
-            if is_gone or self.is_gone():
-                raise KVError(
-                    f"{self.who}, or the connection with it, has ended before its values were known to be on the GPU"
-                )
-            self.is_over = has_completed
-            if not self.is_over and time.monotonic() >= until:
+        while not self.has_come(order):
+            if time.monotonic() >= until:
                 raise KVError(
                     f"{self.who} announced values on the GPU, which are not there after {order.wait_s:g} s; fix: see"
                     " whether 'nvidia-smi' answers on this host, and what else its process has to do on that GPU"
                 )
-            if not self.is_over:
-                time.sleep(ASK_S)
+            time.sleep(ASK_S)
+
+    def has_come(self, order: StreamOrdering) -> bool:
+        """Tell whether the values are there. Raises as `wait`, but for the time."""
+        if not self.is_over:
+            # What an event says whose maker has ended is not defined: it lives before it is asked, and after.
+            is_gone = self.is_gone()
+            has_completed = not is_gone and order.cuda.query(self.event)
+            if is_gone or self.is_gone():
+                what = "has ended before its values were known to be on the GPU"
+                raise KVError(f"{self.who}, or the connection with it, {what}")
+            self.is_over = has_completed
+        return self.is_over
 
 
 class _Imported(Memory):
@@ -406,19 +409,21 @@ class GpuSharing:
                 self.exports = made
             self.why_not = "" if is_made else made.why_not
 
-    def map(self, offer: SegmentOffer, gpu: GpuDevice, fd: int) -> GpuMapping | None:
+    def map(self, offer: SegmentOffer, gpu: GpuDevice, fd: int, has_ended: Callable[[], bool]) -> GpuMapping | None:
         """Map a segment of another process; None: its nonce is not there yet. It never waits for the other process.
 
         Raises:
             KVError: that cannot be, and why.
         """
-        cuda = devices.gpus().order.cuda
+        order = devices.gpus().order
+        cuda = order.cuda
         offer.event = offer.event or cuda.open_event(gpu.physical, offer.event_name)
-        if not cuda.query(offer.event):
+        arrival = Arrival("the process that offers it", offer.event, has_ended)
+        if not arrival.has_come(order):
             return None
         mapping = GpuMapping(gpu, cuda.open_shared(gpu.physical, fd, offer.size), self._unmapped)
         IN_USE.append(True)
-        nonce = mapping.frames(Arrival("", offer.event, lambda: False, is_over=True))[: len(offer.nonce)]
+        nonce = mapping.frames(arrival)[: len(offer.nonce)]
         if bytes(readable(nonce.data)) != offer.nonce:
             raise KVError("its memory has another nonce")
         return mapping

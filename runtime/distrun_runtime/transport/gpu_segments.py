@@ -244,10 +244,11 @@ class GpuSegments:
 
     # A peer's
 
-    def answers(self, peer: GpuPeer, *, again: bool = False) -> Iterator[dict[str, Any]]:
+    def answers(self, peer: GpuPeer, has_ended: Callable[[], bool], *, again: bool = False) -> Iterator[dict[str, Any]]:
         """Map the segments that a peer has offered, as far as that can be now; yield what it is answered.
 
         Arguments:
+            has_ended: whether its process, or the connection with it, has ended.
             again: what cannot be mapped yet was told before.
         """
         from distrun_runtime.arrays import device as devices
@@ -260,7 +261,7 @@ class GpuSegments:
                     yield {"number": number, "reason": f"this process does not use the GPU of UUID {offer.uuid} so far"}
                 continue
             try:
-                mapping = self._opened().map(offer, gpu, peer.fds[number])
+                mapping = self._opened().map(offer, gpu, peer.fds[number], has_ended)
                 if mapping is None:
                     continue
                 cuda = devices.gpus().order.cuda

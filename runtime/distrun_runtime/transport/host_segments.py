@@ -587,13 +587,13 @@ class Segments:
             self._receive(peer)
         peer.gpu.known.add(offer.number)
         peer.gpu.offered[offer.number] = offer
-        yield from self.gpu.answers(peer.gpu)
+        yield from self.gpu.answers(peer.gpu, peer.has_ended)
 
     def retry_gpus(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield answers to offers that could not be taken before, as this process did not use the GPU."""
         for link, peer in self.peers.items():
             if peer.gpu.offered:
-                for told in self.gpu.answers(peer.gpu, again=True):
+                for told in self.gpu.answers(peer.gpu, peer.has_ended, again=True):
                     yield link, told
 
     def gpu_answered(self, link: str, told: Mapping[str, Any]) -> str:
