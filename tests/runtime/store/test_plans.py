@@ -494,7 +494,8 @@ def test_a_forked_child_makes_no_steady_call_though_another_thread_was_in_one() 
 
 
 LOOP = """
-        import numpy as np
+    import sys
+    import numpy as np
     from distrun_runtime import kvstore
 
     kv = kvstore.create("dist_sync")
