@@ -258,6 +258,25 @@ def test_output_of_an_escaped_child_still_arrives_after_the_task_ended() -> None
         driver.hear_until(lambda: driver.text() == b"early\nlate\n", "the child's words")
 
 
+@on_linux
+def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
+    code = "import os\nfor i in range(60): os.write(1, b'%05d' % i * 20000)"
+    with agent(python(code)) as driver:
+        driver.acks = False
+        driver.begin()
+        # A folder without spool is a disk that takes nothing, for root as well.
+        os.rmdir(os.path.join(share.folders_of(driver.job)[0], "spool"))
+        driver.spawn()
+        warning = driver.wait("warning").header
+        assert "disk" in str(warning["text"])
+        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
+        driver.acks = True
+        driver.say("ack", task="worker-0", stream="out", offset=len(driver.text()))
+        assert driver.exited()["code"] == 0
+        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(60))
+        assert not any(frame.type == "warning" for frame in driver.frames)
+
+
 # Facts
 
 
