@@ -79,8 +79,10 @@ def many_and_mixed_parts_are_summed(machine: Machine) -> None:
     device = machine.gpus.get(0)
     for turn in range(2):
         given = [values((40,), F32 if seed == 1 else F16, 20 * turn + seed) for seed in range(3)]
-        expected, out = np.empty(40, F16), device.empty((40,), F16)
+        expected, first, out = np.empty(40, F16), device.empty((40,), F16), device.empty((40,), F16)
         CpuDevice().sum(given, expected)
+        device.sum([device.put(each) for each in given], first)
+        check(device.host(first), expected)
         device.sum([device.put(each) for each in given], out)
         many = [values((40,), F32, 20 * turn + seed) for seed in range(10)]
         sums = total_of(device, [device.put(each) for each in many])

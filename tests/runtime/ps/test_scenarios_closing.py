@@ -92,6 +92,7 @@ def test_nothing_of_a_store_stays_when_all_its_workers_have_closed_it(job: Job, 
         held.stats()  # Whoever has handled a message last still refers to it.
         more = kept() - found[0]
         del more["distrun_runtime.ps.counters._SampledRound"]  # Of the last 20 rounds, whosever they were.
+        more["distrun_runtime.transport.base.Arrived"] -= 5  # Each node refers to the event that it handled last.
         # The stand-in of a GPU notes what it was told to do.
         return {name: many for name, many in more.items() if many >= 3 and ".cuda." not in name}
 
