@@ -53,9 +53,11 @@ class VirtualMemory:
         self._call("cuDeviceGetAttribute", ctypes.byref(can_export), ctypes.c_int(_CAN_EXPORT), ctypes.c_int(device))
         wanted = _Wanted(_PINNED, _DESCRIPTOR, _OF_DEVICE, device, None, 0)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(wanted), ctypes.c_int(_MINIMUM))
-        if not can_export.value or nbytes % unit.value:
+        text = "" if can_export.value else "memory as a descriptor"
+        if can_export.value and nbytes % unit.value:
             text = f"memory as a descriptor, in multiples of {unit.value} bytes of which {SHARED_UNIT} is none"
-            raise DriverError(_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", text if can_export.value else text[:22])
+        if text:
+            raise DriverError(_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", text)
         zero = ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(wanted), zero)
         try:

@@ -8,11 +8,15 @@ cannot read it: that would end the process. So whoever reads a frame asks first,
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.contract.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.cuda import Event
 
 IN_USE: list[bool] = []
 """Not empty in a process that shares memory of a GPU with others."""
@@ -33,6 +37,20 @@ class FramePlace(Protocol):
         Raises:
             KVError: the process that was to write them has ended, or does not get on with it.
         """
+
+
+@dataclass(eq=False)
+class SegmentOffer:
+    """A segment of a GPU that another process has offered."""
+
+    number: int
+    size: int
+    uuid: str
+    """Of its GPU."""
+    nonce: bytes
+    event_name: bytes
+    event: Event | None = None
+    """Behind the nonce; None: not opened yet."""
 
 
 def frames_at(place: FramePlace, nbytes: int) -> Array:

@@ -22,7 +22,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemor
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
-from distrun_runtime.arrays.gpu_frames import IN_USE, frames_at, place_of, readable
+from distrun_runtime.arrays.gpu_frames import IN_USE, SegmentOffer, frames_at, place_of, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
 from distrun_runtime.arrays.shared_memory import (
@@ -367,16 +366,6 @@ def _cut(gpu: GpuDevice, memory: Memory, frame: Buffer, begin: int, dtype: DType
         raise KVError(f"a frame of {dtype} begins at byte {begin}, which is no multiple of {dtype.itemsize}")
     first, size = begin // dtype.itemsize, memoryview(frame).nbytes // dtype.itemsize
     return gpu.within(memory, (memory.pointer.nbytes // dtype.itemsize,), dtype)[first : first + size]
-
-
-class SegmentOffer(Protocol):
-    """What another process has told of a segment."""
-
-    size: int
-    nonce: bytes
-    event_name: bytes
-    event: Event | None
-    """Behind the nonce; None: not opened yet."""
 
 
 class GpuSharing:

@@ -51,8 +51,8 @@ _ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
 """The last member of an entry."""
 _FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
 """Of the first entry all before the round, and that."""
-_CODEC, _ROWS = slice(_HEAD + wire.ENTRY.fields["codec"][1], _HEAD + wire.ENTRY.fields["codec"][1] + 1), bytes([ROWS])  # type: ignore[index]
-"""Of the first entry its codec; that of rows."""
+_CODEC_AT: int = _HEAD + wire.ENTRY.fields["codec"][1]  # type: ignore[index]
+"""Of the first entry its codec."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
 _NUMBERS = itertools.count(1)
@@ -178,7 +178,8 @@ class Steady:
         if not isinstance(steps, _Steps):
             if len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS:
                 return None
-            if head[_CODEC] == _ROWS:  # They have another size in each step, and would take the place of others.
+            # Rows have another size in each step, and would take the place of others.
+            if len(head) > _CODEC_AT and head[_CODEC_AT] == ROWS:
                 return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)

@@ -168,8 +168,10 @@ class LocalBackend(StoreBackend):
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
-        given: list[Any] = [each.values if isinstance(each, RowSparse) else each for each in values if keys.has_rows]
-        self._note_push(keys, sum(each.nbytes for each in given) if keys.has_rows else keys.size_bytes)
+        nbytes = keys.size_bytes
+        if keys.has_rows:
+            nbytes = sum(each.values.nbytes if isinstance(each, RowSparse) else each.nbytes for each in values)
+        self._note_push(keys, nbytes)
 
     def _note_push(self, keys: Selection, nbytes: int) -> None:
         self._counters.bytes_in += nbytes

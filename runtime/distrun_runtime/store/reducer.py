@@ -340,7 +340,8 @@ def _is_exported(value: Value) -> bool:
 
 def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
     """Return the dtypes of keys whose values may be on GPUs, each with its first key."""
-    return {record.dtype: record.key for record in reversed([*records]) if not record.is_sparse}
+    dense = [record for record in records if not record.is_sparse]
+    return {record.dtype: record.key for record in reversed(dense)}  # so a dtype's first key stays
 
 
 def end_to_end(arrays: Iterable[DeviceArray]) -> list[GpuArray]:

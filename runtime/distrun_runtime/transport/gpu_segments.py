@@ -23,7 +23,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
-from distrun_runtime.arrays.gpu_frames import FramePlace
+from distrun_runtime.arrays.gpu_frames import FramePlace, SegmentOffer
 from distrun_runtime.arrays.shared_memory import NONCE_BYTES, address_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -48,34 +48,20 @@ class Reference(NamedTuple):
     length: int
 
 
-@dataclass(eq=False)
-class GpuOffer:
-    """A segment that a peer has offered."""
+def offer_of(told: Mapping[str, Any]) -> SegmentOffer:
+    """Return what a GPU_OFFER says.
 
-    number: int
-    size: int
-    uuid: str
-    """Of its GPU."""
-    nonce: bytes
-    event_name: bytes
-    event: Event | None = None
-    """Behind the nonce; None: not opened yet."""
+    Raises:
+        NotShared: that is no offer; the peer is at fault. Or a KeyError, TypeError or ValueError.
+    """
+    from distrun_runtime.arrays.cuda import EVENT_NAME_BYTES, SHARED_UNIT
 
-    @classmethod
-    def told(cls, told: Mapping[str, Any]) -> GpuOffer:
-        """Return what a GPU_OFFER says.
-
-        Raises:
-            NotShared: that is no offer; the peer is at fault. Or a KeyError, TypeError or ValueError.
-        """
-        from distrun_runtime.arrays.cuda import EVENT_NAME_BYTES, SHARED_UNIT
-
-        nonce, event = bytes.fromhex(told["nonce"]), bytes.fromhex(told["event"])
-        number, size = told["number"], told["size"]
-        are_numbers = type(number) is int and type(size) is int and number >= 0 < size < 1 << 63
-        if not are_numbers or size % SHARED_UNIT or (len(nonce), len(event)) != (NONCE_BYTES, EVENT_NAME_BYTES):
-            raise NotShared(f"what it offers of a GPU is no segment: {dict(told)!r:.400}")
-        return cls(number, size, str(told["uuid"]), nonce, event)
+    nonce, event = bytes.fromhex(told["nonce"]), bytes.fromhex(told["event"])
+    number, size = told["number"], told["size"]
+    are_numbers = type(number) is int and type(size) is int and number >= 0 < size < 1 << 63
+    if not are_numbers or size % SHARED_UNIT or (len(nonce), len(event)) != (NONCE_BYTES, EVENT_NAME_BYTES):
+        raise NotShared(f"what it offers of a GPU is no segment: {dict(told)!r:.400}")
+    return SegmentOffer(number, size, str(told["uuid"]), nonce, event)
 
 
 @dataclass(eq=False)
@@ -94,7 +80,7 @@ class GpuPeer:
     """Descriptors of its segments that were not mapped yet, by number."""
     known: set[int] = field(default_factory=set)
     """Numbers of the segments that it has offered, until it gives them back; whether they are read here or not."""
-    offered: dict[int, GpuOffer] = field(default_factory=dict)
+    offered: dict[int, SegmentOffer] = field(default_factory=dict)
     """Its offers that are not taken yet."""
     mapped: dict[int, GpuMapping] = field(default_factory=dict)
     """Its segments, by number."""

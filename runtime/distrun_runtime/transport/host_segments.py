@@ -56,7 +56,7 @@ from distrun_runtime.arrays.shared_memory import (
 )
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.transport.base import NotShared
-from distrun_runtime.transport.gpu_segments import GPU_SLOTS, GpuOffer, GpuPeer, GpuSegments, Reference
+from distrun_runtime.transport.gpu_segments import GPU_SLOTS, GpuPeer, GpuSegments, Reference, offer_of
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -493,7 +493,7 @@ class Segments:
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             frames[frame] = owner[offset : offset + length].data
-        slots, missing, pid, reads, own_pid = peer.into.slots, len(owners), os.getpid(), _READS, os.getpid
+        slots, missing, pid, reads, getpid = peer.into.slots, len(owners), os.getpid(), _READS, os.getpid
 
         def release(read: weakref.ref[Array]) -> None:
             """Tell the sender, when nothing refers to frames of any of the segments any more."""
@@ -501,7 +501,7 @@ class Segments:
             del reads[id(read)]
             missing -= 1
             # A forked child has the same objects; when it drops them, its parent may still read.
-            if not missing and own_pid() == pid:
+            if not missing and getpid() == pid:
                 slots[slot] = generation
 
         for owner in owners.values():
@@ -581,8 +581,8 @@ class Segments:
                 yield link, told
 
     def take_gpu(self, link: str, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take an offer; yield what the peer is answered. Raises as `GpuOffer.told`."""
-        peer, offer = self.peers[link], GpuOffer.told(told)
+        """Take an offer; yield what the peer is answered. Raises as `offer_of`."""
+        peer, offer = self.peers[link], offer_of(told)
         while offer.number not in peer.gpu.fds:
             self._receive(peer)
         peer.gpu.known.add(offer.number)
