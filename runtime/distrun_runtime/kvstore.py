@@ -255,7 +255,7 @@ class KVStore(KVStoreBase):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}", name=name, obj=self)
 
     def __repr__(self) -> str:
-        ended = ", closed" if self._lifetime.is_over else ""
+        ended = ", closed" if self.is_closed else ""
         return f"<{type(self).__name__} {self.type!r}: {len(self._records)} keys{ended}>"
 
     @property
@@ -277,6 +277,11 @@ class KVStore(KVStoreBase):
     def members(self) -> list[int]:
         """Ranks in the job of the workers that share the store, ascending: `members[rank]` is this worker's."""
         return list(self._backend.members)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, left, or replaced: no call can be made any more."""
+        return self._lifetime.is_over
 
     # Data
 

@@ -1,0 +1,12 @@
+"""For programs of torch: `import distrun_runtime.torch as dt`. One line wraps the optimizer; nothing else changes.
+
+opt = dt.DistributedOptimizer(opt, net)                   # any optimizer of torch.optim
+for x, y in loader:
+    F.cross_entropy(net(x), y).backward()                 # p.grad: the mean over the workers
+    opt.step()
+    opt.zero_grad()
+"""
+
+from distrun_runtime.torch.job import rank, store, world_size
+
+__all__ = ["rank", "store", "world_size"]
