@@ -105,6 +105,10 @@ class SentCall(Pending):
         """Whether all replies are there, or an error is."""
         return self._request.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when all replies are there, or an error is."""
+        self._request.then(lambda error: act())
+
     def left_waiting(self) -> None:
         """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
         self._is_left = True
@@ -157,6 +161,10 @@ class Both(Pending):
     def is_done(self) -> bool:
         """Whether both are."""
         return self._push.is_done and self._then.is_done
+
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when both are."""
+        self._push.when_done(lambda: self._then.when_done(act))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when both are done; raise the push's error rather than that of what followed."""
@@ -891,13 +899,20 @@ class BatchedCall(Pending):
         """Whether the calls that it goes with are done."""
         return self.sent is not None and self.sent.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Have it sent now, and call `act` when it is done."""
+        self._sent_now().when_done(act)
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Have it sent now, and return when it is done."""
+        self._sent_now().wait(timeout_s)
+
+    def _sent_now(self) -> Pending:
         if self.sent is None:
             self._flush()
         if self.sent is None:
             raise KVError(f"{self.what} was not sent")
-        self.sent.wait(timeout_s)
+        return self.sent
 
 
 @dataclass

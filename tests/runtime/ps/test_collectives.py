@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.kvstore import KVStore
+from distrun_runtime.kvstore import KVStore, Pending
+from distrun_runtime.store.pending import BackgroundCall, Late
 
 Run = Callable[..., list[Any]]
 
@@ -81,8 +83,49 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
         return told
 
     for shapes, ops, calls in run(script, 2, 1):
-        for text in (shapes, ops, calls):
-            assert "worker-0" in text and "worker-1" in text, text
-        assert "(3,) float32" in shapes and "(4,) float32" in shapes
-        assert "op='sum'" in ops and "op='max'" in ops
-        assert "allgather" in calls and "allreduce(op='sum')" in calls
+        for text, *words in (
+            (shapes, "(3,) float32", "(4,) float32"),
+            (ops, "op='sum'", "op='max'"),
+            (calls, "allgather", "allreduce"),
+        ):
+            assert all(word in text for word in (*words, "worker-0", "worker-1", "fix: ")), text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_callback_is_called_once_when_the_outputs_are_filled(run: Run, size: int) -> None:
+    def script(kv: KVStore) -> None:
+        kv.declare("a", size)
+        called: queue.SimpleQueue[tuple[Any, float]] = queue.SimpleQueue()
+        values = [own(kv, size) for _ in range(4)]
+        calls = [kv.pushpull("a", values[0], wait=False), kv.allreduce(values[1], values[1], wait=False)]
+        calls += [kv.allgather(values[2], np.empty((2, size), np.float32), wait=False)]
+        calls += [kv.init("b", values[3], wait=False), kv.pull("a", values[3], wait=False)]
+        for call in calls:
+            call.add_done_callback(lambda one: called.put((one, float(values[0][1]))))
+        found = [called.get(timeout=60) for _ in calls]
+        assert sorted(map(id, calls)) == sorted(id(one) for one, _ in found)
+        assert values[0][1] == values[1][1] == values[3][1] == 12
+        calls[0].add_done_callback(lambda one: called.put((one, 0.0)))
+        assert called.get(timeout=60) == (calls[0], 0.0)
+        assert called.empty()
+
+    run(script, 2, 2)
+
+
+def test_a_failed_call_is_told_to_its_callback(capfd: pytest.CaptureFixture[str]) -> None:
+    late, called = Late(), queue.SimpleQueue[str]()
+
+    def told(one: Pending) -> None:
+        with pytest.raises(ValueError, match="no number"):
+            one.wait()
+        called.put("told")
+        raise RuntimeError("of the callback")
+
+    call = BackgroundCall("init", lambda: int("no number"), late)  # type: ignore[arg-type, return-value]
+    call.add_done_callback(told)
+    call.run()
+    call.add_done_callback(lambda one: called.put("later"))
+    assert called.get(timeout=60) == "told"
+    assert called.get(timeout=60) == "later"
+    late.raise_first()
+    assert "of the callback" in capfd.readouterr().err
