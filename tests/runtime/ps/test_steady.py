@@ -729,3 +729,16 @@ def test_rows_take_no_place_of_messages_that_come_again(twins: Callable[..., Twi
         rows = Entry(0, 0, SIZES[0], count, FLOAT32, ROWS, Payload.FRAME)
         pair.hear("w0", Message(Kind.PUSH, 1, 3, entries=protocol.entries_of([rows]), payloads=[bytes(8 * count)]))
     assert not values.plans
+
+
+def test_a_pull_of_the_second_of_two_keys_that_are_pushed_together_is_answered_by_their_round(
+    twins: Callable[..., Twins],
+) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(6):
+        pair.call(Kind.PUSH, 0, 1)
+        second = LISTS[1][1]
+        one = [Entry(second, 0, SIZES[second], pair.memory[0].rounds[second])]
+        pair.hear("w0", Message(Kind.PULL, 1, 3, entries=protocol.entries_of(one)))
+        pair.call(Kind.PUSH, 1, 1)
+    assert pair.known > 6
