@@ -605,6 +605,28 @@ def test_what_is_known_is_bounded_and_what_a_link_sent_goes_with_it(
     assert values.plan_bytes < before
 
 
+def test_messages_that_come_no_more_make_room_for_others_and_those_that_come_stay_known(
+    twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = twins(2, buckets=False)
+    for number in (1, 6):
+        for _ in range(3):
+            pair.round(Kind.PUSHPULL, number)
+    known = engine_of(pair.servers[0])._values[1].plans
+    monkeypatch.setattr("distrun_runtime.ps.steady.KNOWN", len(known))
+    monkeypatch.setattr("distrun_runtime.ps.steady.REFUSED", 6)
+    for _ in range(6):
+        pair.known = 0
+        pair.round(Kind.PUSHPULL, 5)
+        pair.round(Kind.PUSHPULL, 1)
+        assert pair.known == 2
+        pair.round(Kind.PUSHPULL, 1)
+        assert pair.known == 4
+    for _ in range(3):
+        pair.round(Kind.PUSHPULL, 5)
+    assert pair.known == 4 + 2 * 2
+
+
 def test_a_first_contribution_that_cannot_be_kept_leaves_no_round_open(
     serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
 ) -> None:
