@@ -469,7 +469,7 @@ def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, S
     if request.gpus_per_worker and not uses_all:
         each = request.gpus_per_worker
         return (slot.local_rank * each, each) if slot.role == WORKER else (0, 0)
-    return (0, spec.gpu_count or 0) if spec.gpus else None
+    return None if spec.gpu_count is None else (0, spec.gpu_count)
 
 
 def _devices(spec: HostSpec, first: int, count: int, users: Mapping[str, Setting]) -> dict[str, str]:

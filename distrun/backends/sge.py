@@ -652,6 +652,10 @@ def parse_states(text: str) -> dict[str, str]:
     return {each.findtext("name", ""): each.findtext("state", "") for each in _xml(text).iter("Queue-List")}
 
 
+_NO_MESSAGES = ("(Collecting of scheduler job information", "There are no messages available")
+"""What stands in place of messages: the site turns them off, or the scheduler has not looked again yet."""
+
+
 def parse_messages(text: str, job: str) -> list[str]:
     """Return what the scheduler says of a job that waits, from `qstat -xml -j`."""
     found = []
@@ -659,12 +663,13 @@ def parse_messages(text: str, job: str) -> list[str]:
         jobs = [number.text for number in each.iter("ULNG_value")]
         if not jobs or job in jobs:
             found.append(each.findtext("MES_message", ""))
-    return [message for message in found if not message.startswith("(Collecting of scheduler job information")]
+    return [message for message in found if not message.startswith(_NO_MESSAGES)]
 
 
 def parse_verdict(text: str) -> list[str]:
     """Return why a job cannot start now, from `qalter -w p`."""
-    return re.findall(r"^Job [0-9.]+ (?!There are no messages)(.+)$", text, re.MULTILINE)
+    found = re.findall(r"^Job [0-9.]+ (.+)$", text, re.MULTILINE)
+    return [message for message in found if not message.startswith(_NO_MESSAGES)]
 
 
 def reasons(messages: Sequence[str], errors: str, states: Mapping[str, str]) -> str:

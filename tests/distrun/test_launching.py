@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -225,6 +226,23 @@ def test_a_coordinator_that_fails_before_its_job_begins_leaves_no_agent(
     with ours:
         os.waitpid(pid, 0)
     assert not left_of(ready.plan)
+
+
+def test_an_attached_job_does_without_a_control_socket_and_says_so_and_a_detached_one_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def listen(*of: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said: list[Any] = []
+    stands: Any = SimpleNamespace(say=lambda *words: said.append(words), write_control=said.append)
+    monkeypatch.setattr("distrun_runtime.coordinator.service.listen", listen)
+    launching._listen(stands, stands, False)
+    [(text, level), path] = said
+    assert "there is no control socket for this job: [Errno 28] No space left" in text
+    assert (level, path) == ("warning", "")
+    with pytest.raises(UsageError, match="there is no control socket for this job"):
+        launching._listen(stands, stands, True)
 
 
 def test_a_job_that_is_interrupted_before_its_loop_leaves_no_agent(

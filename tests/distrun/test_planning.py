@@ -9,11 +9,13 @@ import pytest
 
 from distrun import planning as plans
 from distrun import request as requests
+from distrun.backends.engine import Grant
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named
 from distrun.hosts.parse import parse
 from distrun.placement import place, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs, Setting
+from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Place, Plan, Runtime, Secrets
@@ -209,6 +211,12 @@ def test_every_worker_of_a_host_sees_all_its_gpus_so_that_its_local_rank_is_one_
     for gpus, workers in (("4", 4), ("1,3", 2), ("2,", 1)):
         for local_rank, visible in devices(gpus, workers):
             assert int(local_rank) < len(visible.split(","))
+
+
+def test_a_host_that_says_how_many_gpus_it_has_says_so_of_none_too() -> None:
+    for text, seen in (("d1", None), ("d1 gpus=0", (0, 0)), ("d1 gpus=3", (0, 3))):
+        plan, _ = make(1, 0, parse(text, "hosts"))
+        assert plan.task("worker-0").gpus == seen
 
 
 def test_visible_gpus_that_the_user_chose_are_left_alone() -> None:
@@ -432,6 +440,36 @@ def planned(folder: Path, **more: Any) -> plans.PlannedJob | plans.QueuedJob:
     return plans.plan_job(
         JobRequest(**{"command": ("true",), "workers": 2, "servers": 1, "cwd": "/", **more}), JobStore(folder)
     )
+
+
+def test_tasks_of_this_machine_keep_what_its_user_has_set_and_those_of_hosts_do_not(tmp_path: Path) -> None:
+    for more, value in (({}, None), ({"launcher": "ssh", "hosts": named(("h1",))}, "1")):
+        job = planned(tmp_path, outer={"PYTHONUNBUFFERED": ""}, **more)
+        assert isinstance(job, plans.PlannedJob)
+        assert job.plan.task("worker-0").env.get("PYTHONUNBUFFERED") == value
+
+
+def test_files_are_copied_by_the_rules_to_the_folder_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("12345")
+    there = {"cwd": str(tmp_path), "launcher": "ssh", "hosts": named(("h1",))}
+    for more in ({}, {"sync_rules": CopyRules()}, {"sync_dst_dir": "/there"}):
+        job = planned(tmp_path / "jobs", **there, **more)
+        assert isinstance(job, plans.PlannedJob)
+        assert (job.tree, job.plan.sync) == (None, None)
+    job = planned(tmp_path / "jobs", **there, sync_rules=CopyRules(), sync_dst_dir="/there")
+    assert isinstance(job, plans.PlannedJob)
+    assert job.plan.sync is not None
+    assert job.tree is not None
+    assert (job.plan.sync.files, job.plan.sync.size, job.plan.cwd) == (1, 5, "/there")
+
+
+def test_of_the_nodes_that_an_engine_gives_the_plan_has_what_a_hosts_file_says() -> None:
+    grants = [Grant("h1", "h1", cores=2), Grant("h2", "h2", cores=2)]
+    for hosts, lines in ((None, ["", ""]), (parse("h2 gpus=2", "hosts"), ["", "hosts:1"])):
+        request = JobRequest(command=("true",), workers=2, servers=0, cwd="/w", hosts=hosts)
+        plan, _ = plans.make_plan(request, plans.granted(request, "slurm", grants), SETUP)
+        assert [host.named for host in plan.hosts] == lines
+        assert [host.gpus for host in plan.hosts] == ["", "" if hosts is None else "2"]
 
 
 def test_a_dry_run_makes_no_names_and_no_secrets(tmp_path: Path) -> None:

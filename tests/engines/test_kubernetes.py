@@ -40,6 +40,8 @@ SERVED = ("-s", "1", "--python", sys.executable, *APART)
 """One server; the python of the lab's hosts has no numpy."""
 ACCOUNT_FOLDER = Path("/run/secrets/kubernetes.io/serviceaccount")
 """Where kubectl looks in a pod, by way of /var/run."""
+GREEDY = "python3 -c 'import signal; b = bytearray(600 << 20); signal.pause()'"
+"""It keeps the memory until it is killed: the lab's kubelet looks five times a second, and its stdin is empty."""
 ORDINARY_S = 3.0
 """So long after an ordinary end nothing of a job is left."""
 
@@ -366,7 +368,7 @@ def test_a_job_whose_launcher_was_killed_while_it_created_that_goes_by_itself(ki
 
 
 def test_out_of_memory_is_explained(lab: PodSite) -> None:
-    greedy = "[ $DISTRUN_RANK = 0 ] && exec python3 -c 'b = bytearray(600 << 20); input()'; exec sleep 60"
+    greedy = f"[ $DISTRUN_RANK = 0 ] && exec {GREEDY}; exec sleep 60"
     done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "2", "-s", "0", greedy)
     assert done.code == 137, done.err
     assert "Kubernetes: out of memory (OOMKilled); raise --worker-memory" in done.err
@@ -376,8 +378,7 @@ def test_out_of_memory_is_explained(lab: PodSite) -> None:
 
 @as_both
 def test_the_only_pod_of_a_role_is_the_cause_though_a_jobset_then_ends_those_of_the_other_role(lab: PodSite) -> None:
-    greedy = "echo up; exec python3 -c 'b = bytearray(600 << 20); input()'"
-    done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "1", *SERVED, greedy)
+    done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "1", *SERVED, f"echo up; exec {GREEDY}")
     assert done.code == 137, done.err
     assert "Kubernetes: out of memory (OOMKilled); raise --worker-memory" in done.err
     [host] = re.findall(r"^worker-0@(\S+) \| up", done.out, re.MULTILINE)

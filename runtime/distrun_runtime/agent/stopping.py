@@ -139,18 +139,18 @@ class Stopping:
 
 def deliver(task: Optional[RunningTask], rows: Iterable[Process], number: int) -> None:
     """Send a signal once to each of `rows` and, in one go, to the task's group; continue what is stopped."""
-    group = 0
+    group = None
     if task is not None and not task.is_reaped:
         # Until it is reaped its id is its own, and so is its group's: the signal reaches even what is being forked.
         group = task.leader.pid
         task.was_signalled = True
     rows = list(rows)
     for each in (number,) if number == signal.SIGKILL else (number, signal.SIGCONT):
-        if group:
+        if group is not None:
             with contextlib.suppress(OSError):  # it has gone
                 os.killpg(group, each)
         for row in rows:
-            if not group or row.pgid != group:
+            if row.pgid != group:
                 with contextlib.suppress(OSError):  # another user's by now (set-user-id): it is reported as left
                     process.send_signal(row.identity, each)
 

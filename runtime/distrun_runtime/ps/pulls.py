@@ -136,7 +136,7 @@ class Pulls:
             pull.before = {at: set(each) for at, each in pending if each}
         np.add.at(store.owed[store.row[pull.rank]], batch.shards, 1)
         actions = self._look(pull, own)
-        return [*actions, *self._refuse_hopeless(pull)] if self._gone and pull.ticket in self._open else actions
+        return [*actions, *self._refuse_hopeless(pull)] if pull.ticket in self._open else actions
 
     def _opened(self, link: str, ranks: tuple[int, ...], batch: role.Batch, now: float) -> Pull:
         pull = opened(link, ranks, batch, now, self._next(now))
@@ -155,7 +155,7 @@ class Pulls:
         self._open[pull.ticket] = pull
         pull.store.owed[pull.place] += 1
         self._watch(pull, first)
-        return self._refuse_hopeless(pull) if self._gone else []
+        return self._refuse_hopeless(pull)
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
@@ -360,7 +360,7 @@ class Pulls:
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
         """Refuse a pull that waits for a worker that has ended."""
         store = pull.store
-        may_be = store.is_sync and not store.is_relayed
+        may_be = self._gone and store.is_sync and not store.is_relayed
         for at in np.flatnonzero(pull.owed).tolist() if may_be else ():
             shard, number = int(pull.shards[at]), int(pull.rounds[at])
             for rank in store.missing(shard) if number > store.ordered[shard] else ():

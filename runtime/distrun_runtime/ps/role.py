@@ -383,6 +383,8 @@ class Request:
         self.awaited_key = ""
         self.missing: dict[int, str] = {}
         """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
+        self.is_taken_in = False
+        """The node's thread has it: one that was interrupted may be handed in twice."""
         self._lock = threading.Lock()
         self._followers: list[tuple[Callable[[RuntimeFault | None], object], bool]] | None = []
         """What to call when it is done, and whether only after an error; None once that was done."""

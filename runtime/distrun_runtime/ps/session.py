@@ -87,11 +87,15 @@ class PlannedSend(NamedTuple):
     """Once it is answered, its frames are read no more."""
 
 
-class PlannedSends(list[PlannedSend]):
-    """The messages of an `exchange`."""
+class Commitment:
+    """Tells its caller whether a call goes on after an exception, such as that of a signal handler."""
 
     is_begun = False
-    """They are sent, whatever happens; before, an exception ends the `exchange` without a trace."""
+    """What it sends is sent, whatever happens; before, an exception ends the call without a trace."""
+
+
+class PlannedSends(Commitment, list[PlannedSend]):
+    """The messages of an `exchange`."""
 
 
 class Asked(NamedTuple):
@@ -284,11 +288,17 @@ class NodeSession:
         after: Sequence[Request] = (),
         entries_of: EntriesOf | None = None,
         members: Membership | None = None,
+        *,
+        commitment: Commitment | None = None,
+        begun: Callable[[Request], object] = lambda request: None,
     ) -> Request:
         """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`.
 
         Arguments:
             entries_of, members: as in `worker.Ask`.
+            commitment: is told when the call has begun.
+            begun: called with the request when the call has begun, before this returns, or raises; once more if it is
+                interrupted.
         """
         self.check()
         self._give_away_turn()
@@ -300,7 +310,16 @@ class NodeSession:
             if self._is_closed or not self._thread.is_alive():
                 request.resolve((), self._dead())
 
-        when_done(after, send)
+        commitment = commitment or Commitment()
+        try:
+            commitment.is_begun = True
+            begun(request)
+            when_done(after, send)
+        except BaseException:
+            if commitment.is_begun:  # It may be handed in twice then. The node's thread takes it in once.
+                begun(request)
+                when_done(after, send)
+            raise
         return request
 
     @property
@@ -359,11 +378,7 @@ class NodeSession:
                         return self._carry_out(exchange, sent, waits)
                 finally:
                     turn.owner = 0
-        asked = as_request()
-        self._give_away_turn()  # It may refuse.
-        sends.is_begun = True
-        request = self.ask(*asked)
-        begun(request)
+        request = self.ask(*as_request(), commitment=sends, begun=begun)
         sent()
         return request
 

@@ -41,6 +41,8 @@ from distrun_runtime.ps.values import Index, PushedValues, ShardProgress, ShardS
 Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
 """So many messages of a store are known, in about so much memory, and rounds before this one."""
+REFUSED = 8 * KNOWN
+"""When so many were not taken in because as many as can be are known, those are forgotten that have not come since."""
 _KINDS = frozenset(map(int, (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)))
 _HEAD, _NEXT = wire.HEAD_BYTES, wire.NUMBER_AT + wire.NUMBER.size
 _STORE, _FRONT = slice(wire.STORE_AT, wire.STORE_AT + 2), slice(wire.NUMBER_AT)
@@ -203,7 +205,10 @@ class Steady:
 
     def _meet(self, name: tuple[Any, ...], values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
         """Note that a message came; at the second, fourth, eighth ... time, work out what it leads to."""
-        if len(values.plans) >= KNOWN or values.plan_bytes >= KNOWN_BYTES:
+        if (len(values.plans) >= KNOWN and name not in values.plans) or values.plan_bytes >= KNOWN_BYTES:
+            values.plans_refused += 1
+            if values.plans_refused >= REFUSED:
+                self._forget_unused(values)
             return None
         times = values.plans.pop(name, 0) + 1
         steps = self._worked_out(values, link, frames) if times > 1 and not times & (times - 1) else None
@@ -216,6 +221,16 @@ class Steady:
         for values in self._engine.all_values:
             _drop(values, [name for name in values.plans if name[0] in self._server.gone])
         self._server.gone.clear()
+
+    def _forget_unused(self, values: Values) -> None:
+        """Forget messages that have not come for long, such as lists of keys of which each is another one."""
+        unused = [
+            name
+            for name, known in values.plans.items()
+            if isinstance(known, int) or (isinstance(known, _Steps) and known.version < values.plans_since)
+        ]
+        _drop(values, unused)
+        values.plans_refused, values.plans_since = 0, self._server.version
 
     def _worked_out(self, values: Values, link: str, frames: Sequence[Buffer]) -> _Steps | None:
         try:

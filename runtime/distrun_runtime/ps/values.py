@@ -238,6 +238,8 @@ class Values:
         """What is known of messages that come again (`ps.steady`), and their `ShardSet`s."""
         self.plan_bytes = 0
         """About how much memory that takes."""
+        self.plans_refused, self.plans_since = 0, 0
+        """How many messages had no room there since some were forgotten, and the server's version then."""
         self.step_plans: dict[int, Any] = {}
         """By id of the runs: the rule's steps over shards that are updated together again and again (`arithmetic`)."""
         self.rounds: dict[int, Round] = {}

@@ -288,6 +288,9 @@ class Worker:
         if isinstance(what, Goodbye):
             return self._leave(what, now)
         asked, first, sent = (what.asked, what.first, what.sent) if isinstance(what, Adopted) else (what, 0, 0)
+        if asked.request.is_taken_in:
+            return []
+        asked.request.is_taken_in = True
         lost = None if self._lost is None else self._lost_to(asked.members)
         is_over = self._over is not None
         if lost is not None and (is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):

@@ -22,7 +22,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
-from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend, PlannedSends
+from distrun_runtime.ps.session import Asked, Commitment, NodeSession, PlannedSend, PlannedSends
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
 
@@ -151,16 +151,19 @@ class StoreLink:
         messages: Sequence[tuple[str, Message]],
         after: Sequence[Request] = (),
         entries_of: EntriesOf | None = None,
+        commitment: Commitment | None = None,
     ) -> Request:
-        """Send messages of this store; the arguments are those of `Session.ask`."""
-        request = self.node.ask(what, messages, after=after, entries_of=entries_of, members=self._shared_by)
-        self._begun(request)
-        return request
+        """Send messages of this store; the arguments are those of `NodeSession.ask`."""
+        whose = self._shared_by
+        return self.node.ask(
+            what, messages, after=after, entries_of=entries_of, members=whose, commitment=commitment, begun=self._begun
+        )
 
     def begun(self, requests: list[Request], request: Request) -> None:
         """A call that a thread made by itself has become a request: add it to a list, and to what is under way."""
         self._begun(request)
-        requests.append(request)
+        if request not in requests:
+            requests.append(request)
 
     def _begun(self, request: Request) -> None:
         self._under_way.add(request)

@@ -43,7 +43,7 @@ from distrun_runtime.ps.routing import (
     Route,
     portions_of,
 )
-from distrun_runtime.ps.session import Asked, PlannedSends
+from distrun_runtime.ps.session import Asked, Commitment, PlannedSends
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
@@ -594,16 +594,17 @@ class Transfers:
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
-        is_asked = False
+        commitment = Commitment()
         try:
             if counts is not None:
                 self._rounds[counts] = rounds
             messages = self._messages(kind, loaded, rounds, body, priority)
-            began, is_asked = time.monotonic(), True
+            began = time.monotonic()
+            again = partial(self._entries_again, loaded, rounds)
             # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
-            request = self._link.ask(what, messages, entries_of=partial(self._entries_again, loaded, rounds))
+            request = self._link.ask(what, messages, entries_of=again, commitment=commitment)
         except BaseException:
-            if counts is not None and not is_asked:
+            if counts is not None and not commitment.is_begun:
                 self._rounds[counts] = rounds - 1  # It was interrupted: the next call is this round.
             raise
         if is_measured:

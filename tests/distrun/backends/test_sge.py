@@ -276,7 +276,11 @@ def test_why_a_job_waits_is_told_without_numbers_that_change(said: str, why: str
 
 
 def test_queues_in_an_error_state_are_why_a_start_failed_before_the_scheduler_looked_again() -> None:
-    messages = sge.parse_verdict("Job 62 There are no messages available\n")
+    none = "There are no messages available"
+    told = "<a><messages><element><SME_global_message_list><element><MES_message_number>90</MES_message_number>"
+    told += f"<MES_message>{none}</MES_message></element></SME_global_message_list></element></messages></a>"
+    assert sge.parse_messages(told, "62") == []
+    messages = sge.parse_verdict(f"Job 62 {none}\n")
     states = sge.parse_states(recorded("qstat_states.xml"))
     assert sge.reasons(messages, "exit_status of prolog = 1", states) == (
         "could not be started: exit_status of prolog = 1; in an error state (E): all.q@h1"

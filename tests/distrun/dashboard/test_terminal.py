@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from terminal import Session
 
 from distrun.dashboard import text
 from distrun.dashboard.terminal import Terminal
+from distrun.dashboard.text import Line
 
 TAKEN, GIVEN_BACK = "\x1b[?1049h", "\x1b[?1049l"
 LIMIT_S = 20.0
@@ -212,6 +214,27 @@ def test_a_stuck_terminal_is_not_waited_for(start: Start) -> None:
         screen.resize(200, 60)
     screen.type("q")
     assert screen.process.wait(LIMIT_S) == 0
+
+
+def test_a_terminal_that_takes_nothing_drops_frames_and_is_given_back_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distrun.dashboard.terminal.GIVE_BACK_S", 0.1)
+    ours, its = os.openpty()
+    page: list[Line] = [((letter * 80, text.PLAIN),) for letter in "abcdefghijklmnopqrstuvwx"]
+    with Terminal(its, its) as screen:
+        for _ in range(1000):
+            if not screen.draw(page):
+                break
+            screen.redraw()
+        assert screen.is_behind
+        assert not select.select([], [screen.out], [], 0)[1]
+    said = b""
+    while select.select([ours], [], [], 0)[0]:
+        said += os.read(ours, 1 << 20)
+    assert said.decode().endswith(GIVEN_BACK), "what it had not taken was thrown away"
+    for fd in (ours, its):
+        os.close(fd)
 
 
 def test_a_pasted_answer_does_not_stop_the_job_and_a_typed_one_does(start: Start, record: Path) -> None:

@@ -146,6 +146,7 @@ TEXTS = [
     ("node1:", "hosts:1:7: E104: expected a port number after ':', got ''. For several IPv6 colons use [addr]:port"),
     ("a:b:c", "hosts:1:3: E104: expected a port number after ':', got 'b:c'. For several IPv6 colons use [addr]:port"),
     ("[::1]22", "hosts:1:6: E104: expected ':' and a port number after ']', got '22'"),
+    ("[::1]2", "hosts:1:6: E104: expected ':' and a port number after ']', got '2'"),
     ("\n\nnode1:4", "hosts:3:6: E105: 'node1:4' is ambiguous: port 4 (dmlc style) or 4 slots (MPI style)? Write 'node1 slots=4' or 'node1 port=4', or pass --hostfile-format mpich for slots, dmlc for ports"),
     ("\n\nnode1 slots=-1", "hosts:3:7: E106: slots must be a positive integer, got '-1'"),
     ("d1 max_slots=0", "hosts:1:4: E106: max_slots must be a positive integer, got '0'"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from distrun.ssh.failure import SshFailure
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import Resolved, Target
 
@@ -87,3 +88,9 @@ def test_what_the_ssh_program_started_ends_with_it(command: str, pid_file: Path)
     link.finish()
     wait(lambda: not is_alive(pid), "it has ended")
     link.kill()  # harmless
+
+
+def test_without_the_ssh_program_its_host_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SshFailure, match="cannot run ssh: No such file or directory"):
+        OpensshLink(Resolved(Target("h1"), "h1"), "true")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agentkit import poll
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.agent import stopping
 from distrun_runtime.agent.stopping import Stopping, StopSequence
+from distrun_runtime.contract import facts, process
 from distrun_runtime.errors import ContractError
 
 
@@ -36,6 +39,69 @@ def test_signals_go_to_workers_first_then_servers_then_the_scheduler(
     end.step(0.0)
     whole = ["worker-0", "worker-1", "server-0", "scheduler", None]
     assert order == (whole if len(asked) == 4 else ["server-0", "scheduler"])
+
+
+def test_a_stop_goes_on_until_its_tasks_are_reaped_and_nothing_of_them_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, sent = started("worker-0", "worker-1"), list[str]()
+    living: dict[str, Any] = {"worker-0": ["a child"], "worker-1": ["it"]}
+    monkeypatch.setattr(stopping, "deliver", lambda task, rows, number: sent.append(task.task.name if task else "job"))
+    end = Stopping({}, running, is_subreaper=True)
+    monkeypatch.setattr(end, "look", lambda: dict(living))
+
+    def steps(*times: float) -> list[str]:
+        sent.clear()
+        assert [end.step(now) for now in times] == [None] * len(times)
+        return sent
+
+    end.stop(["worker-0"], stopping.kill(0.0))
+    assert steps(0.0) == ["worker-0"]
+    running["worker-0"].is_reaped = True
+    assert steps(0.25) == ["worker-0"], "it has left a child"
+    del living["worker-0"]
+    steps(0.5)
+    assert (end.is_over, end.next_at) == (True, math.inf)
+    end.stop(["worker-1"], stopping.kill(1.0))  # now all tasks: the job
+    assert steps(1.0, 1.25) == ["worker-1", "job"] * 2
+    running["worker-1"].is_reaped = True
+    del living["worker-1"]
+    assert end.step(1.5) == [], "the report that is owed"
+    assert (end.is_over, end.next_at, end.step(9.0)) == (True, math.inf, None)
+
+
+def test_a_stop_of_the_job_gives_up_in_time_and_reports_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = started("worker-0")
+    monkeypatch.setattr(stopping, "deliver", lambda *_: None)
+    end = Stopping({}, running, is_subreaper=True)
+    monkeypatch.setattr(end, "look", lambda: {"worker-0": ["stuck"]})
+    end.stop(["worker-0"], stopping.kill(0.0))
+    running["worker-0"].is_reaped = True
+    assert [end.step(now) for now in (0.0, facts.GIVE_UP_S - 0.5)] == [None, None]
+    assert end.step(facts.GIVE_UP_S) == ["stuck"]
+    assert end.is_over
+
+
+def test_a_signal_reaches_the_group_of_a_task_and_what_has_left_it() -> None:
+    task, outside, other = (
+        subprocess.Popen(["sleep", "600"], start_new_session=True, env={"JOB": job, "DISTRUN_ROLE": "worker", **rank})
+        for job, rank in (("j", {"DISTRUN_RANK": "0"}), ("j", {}), ("another", {"DISTRUN_RANK": "0"}))
+    )
+    try:
+        poll(lambda: all("JOB" in process.environ_of(each.pid) for each in (task, outside, other)), "they have begun")
+        rows = process.table([task.pid, outside.pid])
+        running = started("worker-0")["worker-0"]
+        running.task.rank, running.was_signalled = 0, False
+        running.leader = next(row.identity for row in rows if row.pid == task.pid)
+        end = Stopping({"JOB": "j"}, {"worker-0": running}, is_subreaper=False)
+        assert [end.task_of(each.pid) for each in (task, outside, other)] == ["worker-0", "", ""]
+        stopping.deliver(None, [row for row in rows if row.pid == outside.pid], signal.SIGTERM)
+        assert outside.wait(60) == -signal.SIGTERM
+        stopping.deliver(running, [], signal.SIGINT)
+        assert task.wait(60) == -signal.SIGINT
+        assert running.was_signalled
+    finally:
+        for each in (task, outside, other):
+            each.kill()
+            each.wait(60)
 
 
 def history(one: StopSequence, times: list[float]) -> list[str | None]:

@@ -191,10 +191,14 @@ class Far:
         self.channel.attach(SocketConnection(theirs))
 
     def turn(self) -> None:
-        """Send what is due and take what comes next."""
+        """Send what is due, take what comes next, and send what is due then: there may be no other turn."""
+        self._send()
+        self.heard += self.session.feed(self.sock.recv(65536))
+        self._send()
+
+    def _send(self) -> None:
         while self.session.is_ready:
             self.sock.sendall(self.session.next())
-        self.heard += self.session.feed(self.sock.recv(65536))
 
     def until(self, kind: type[messages.Event]) -> messages.Event:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -215,6 +216,19 @@ def test_the_socket_of_a_living_coordinator_is_never_replaced(folder: str) -> No
     second.close()
     assert private.is_live(first.path)
     first.close()
+
+
+def test_a_socket_that_cannot_be_bound_is_closed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[socket.socket] = []
+
+    def full(self: ControlSocket, job: str) -> str:
+        opened.append(self.socket)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ControlSocket, "_bind", full)
+    with pytest.raises(OSError, match="No space"):
+        ControlSocket("j", folder)
+    assert opened[0].fileno() == -1
 
 
 def test_a_closed_socket_leaves_alone_what_has_its_name_by_now(folder: str) -> None:

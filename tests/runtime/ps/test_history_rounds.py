@@ -62,13 +62,13 @@ def test_the_keys_of_one_message_may_be_at_different_rounds(server: History, beg
 
 
 def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_again_meanwhile(server: History) -> None:
-    """Key b goes on while the pull waits for key a."""
-    for number in (1, 3, 5):
+    """Key b goes on while the pull waits for key a; once its round is over before its worker pushes it again."""
+    for number, is_over in ((1, False), (3, False), (5, True)):
         server.push(0, number, {"a": [number, 0], "b": [number, 0]})
         assert server.pull(0, number, "a", "b") == []
-        server.push(0, number + 1, {"b": [100, 0]})
-        for each in (number, number + 1):
-            assert said(server.push(1, each, {"b": [0, 1]})) == ["w1 PUSH"]
+        pushes = [(1, number, 1), (0, number + 1, 100)]
+        for rank, each, value in (*(pushes if is_over else pushes[::-1]), (1, number + 1, 1)):
+            assert said(server.push(rank, each, {"b": [0, value]})) == ["w%d PUSH" % rank]
         [pulled] = [each for each in server.push(1, number, {"a": [0, 1]}) if each.link == "w0"]
         assert values([pulled]) == {"a": [number, 1], "b": [number, 1]}
         server.push(0, number + 1, {"a": [0, 0]})
@@ -368,7 +368,7 @@ def test_a_worker_that_left_the_store_is_never_waited_for_again(server: History)
 
 
 def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it(server: History) -> None:
-    server.push(0, 1, {"a": [1, 1]})
+    server.push(0, 1, {"a": [1, 1], "b": [1, 1]})
     server.pull(0, 1)
     sent = server.bye(1, "worker-1@d2 (pid 9)")
     text = (
@@ -377,7 +377,8 @@ def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it(server: Histor
     )
     assert reason(sent) == text
     assert (sent[0].link, sent[0].body["error"], sent[0].body["who"]) == ("w0", "PeerLost", "worker-1")
-    assert reason(server.pull(0, 1)) == text, "a later pull hears it at once"
+    for names in ("a", "ab"):  # a message that came before, and one that did not
+        assert reason(server.pull(0, 1, *names)) == text, "a later pull hears it at once"
 
 
 def test_a_bye_after_the_round_was_pushed_harms_nobody(server: History) -> None:

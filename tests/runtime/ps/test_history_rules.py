@@ -1018,11 +1018,12 @@ def test_states_are_refused_when_the_rule_was_changed_while_they_were_read(servi
     assert reason(sent) == "the rule was changed while states were being loaded; nothing was loaded, load them again"
 
 
-def test_a_server_without_keys_of_the_store_saves_too(server: History, tmp_path: Path) -> None:
+def test_a_server_without_keys_of_the_store_saves_and_loads_too(server: History, tmp_path: Path) -> None:
     [reply] = server.scheduler(Kind.SAVE, 7, store=9, folder=str(tmp_path), part="data-1", names=[])
     assert (reply.body["file"], reply.body["rounds"]) == ("server-0.npz", [])
     assert reply.body["holds"]["pieces"] == []
     assert (tmp_path / "data-1" / "server-0.npz").exists()
+    assert said(server.scheduler(Kind.LOAD, 8, store=9, action="commit", rounds=[[0, 40]])) == ["scheduler LOAD"]
 
 
 def test_a_users_state_that_is_neither_array_nor_number_is_refused_with_key_and_state(

@@ -319,30 +319,39 @@ def test_a_worker_that_joins_leaves_nothing_behind_at_its_relay() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("meanwhile", ["nothing", "init", "assign"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "init", "assign", "pull"])
 def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_relay_before(
     first: int, meanwhile: str
 ) -> None:
     """Worker 0 pulls round 1 of two keys of the other host: one goes a round on while the other is waited for.
 
-    Other keys of the store may be new, or given other values, meanwhile.
+    Other keys of the store may be new, or given other values, meanwhile. Or worker 1 has asked for one of the two before,
+    so that they come one after the other.
     """
-    asked = threading.Event()
+    pushed, asked = threading.Event(), threading.Event()
 
     def script(kv: Any) -> None:
         kv.init(KEYS, [full(0)] * len(KEYS))
-        goes_on, late, other, *_ = (key for key in KEYS if shards_of(kv, key)[0].server == 1)
+        one, two, other, *_ = (key for key in KEYS if shards_of(kv, key)[0].server == 1)
+        goes_on, late = (one, two) if first == 0 else (two, one)
         kv.barrier()
+        if kv.rank == 1:
+            kv.push(goes_on, full(10))
+            if meanwhile == "pull":
+                kv.pull(goes_on, full(-1), wait=False)
+            kv.stats()  # all of it has arrived
+            pushed.set()
         if kv.rank == 0:
-            pulled = [goes_on, late] if first == 0 else [late, goes_on]
+            assert pushed.wait(60)
             kv.push([goes_on, late], [full(1), full(2)])
-            outs = {key: full(-1) for key in pulled}
-            pending = kv.pull(pulled, [outs[key] for key in pulled], wait=False)
+            outs = {key: full(-1) for key in (goes_on, late)}
+            pending = kv.pull([*outs], [*outs.values()], wait=False)
             kv.push(goes_on, full(1000))
             asked.set()
         else:
             assert asked.wait(60)
-            kv.push(goes_on, full(10**kv.rank))
+            if kv.rank == 2:
+                kv.push(goes_on, full(100))
             kv.push(goes_on, full(1000 * 10**kv.rank))
         out = full(-1)
         kv.pull(goes_on, out)

@@ -20,6 +20,7 @@ from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import routing
 from distrun_runtime.ps.agreement import Keys
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
     BUCKETS,
     SHARD_BYTES,
@@ -286,6 +287,22 @@ def test_values_that_are_not_lent_share_no_memory_with_what_is_sent() -> None:
     assert set(np.frombuffer(b"".join(copied), np.float32).tolist()) == {1.0}
     # Small values are gathered in any case, large ones are sent from their own memory.
     assert [np.frombuffer(frame, np.float32)[0] for frame in lent] == [1.0, 2.0]
+
+
+def test_what_a_push_copies_is_written_again_by_the_next_one_when_its_answer_is_here() -> None:
+    portion, values = portion_of(), [np.ones(2, np.float32) for _ in range(10)]
+
+    def frame() -> Any:
+        [made] = portion.gather(values, lent=False)
+        return made
+
+    first = frame()
+    assert frame() is first
+    portion.carried_by = Request("push")
+    second = frame()
+    assert second is not first
+    portion.carried_by.resolve((), None)
+    assert frame() is second
 
 
 @pytest.mark.parametrize("is_lent", [False, True])

@@ -605,6 +605,28 @@ def test_what_is_known_is_bounded_and_what_a_link_sent_goes_with_it(
     assert values.plan_bytes < before
 
 
+def test_messages_that_come_no_more_make_room_for_others_and_those_that_come_stay_known(
+    twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = twins(2, buckets=False)
+    for number in (1, 6):
+        for _ in range(3):
+            pair.round(Kind.PUSHPULL, number)
+    known = engine_of(pair.servers[0])._values[1].plans
+    monkeypatch.setattr("distrun_runtime.ps.steady.KNOWN", len(known))
+    monkeypatch.setattr("distrun_runtime.ps.steady.REFUSED", 6)
+    for _ in range(6):
+        pair.known = 0
+        pair.round(Kind.PUSHPULL, 5)
+        pair.round(Kind.PUSHPULL, 1)
+        assert pair.known == 2
+        pair.round(Kind.PUSHPULL, 1)
+        assert pair.known == 4
+    for _ in range(3):
+        pair.round(Kind.PUSHPULL, 5)
+    assert pair.known == 4 + 2 * 2
+
+
 def test_a_first_contribution_that_cannot_be_kept_leaves_no_round_open(
     serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -729,3 +751,16 @@ def test_rows_take_no_place_of_messages_that_come_again(twins: Callable[..., Twi
         rows = Entry(0, 0, SIZES[0], count, FLOAT32, ROWS, Payload.FRAME)
         pair.hear("w0", Message(Kind.PUSH, 1, 3, entries=protocol.entries_of([rows]), payloads=[bytes(8 * count)]))
     assert not values.plans
+
+
+def test_a_pull_of_the_second_of_two_keys_that_are_pushed_together_is_answered_by_their_round(
+    twins: Callable[..., Twins],
+) -> None:
+    pair = twins(2, buckets=False)
+    for _ in range(6):
+        pair.call(Kind.PUSH, 0, 1)
+        second = LISTS[1][1]
+        one = [Entry(second, 0, SIZES[second], pair.memory[0].rounds[second])]
+        pair.hear("w0", Message(Kind.PULL, 1, 3, entries=protocol.entries_of(one)))
+        pair.call(Kind.PUSH, 1, 1)
+    assert pair.known > 6
