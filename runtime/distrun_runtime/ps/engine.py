@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
+PLAIN = 4
+"""Times so much where values are only added: what a message has takes less than to decide anew and to hand it over."""
 SHARED = 32
 """Times so much, which no message has, where it comes in shared memory: nothing has to be received meanwhile."""
 QUEUE_BYTES = 64 * 1024 * 1024
@@ -194,9 +196,10 @@ class WorkEngine:
             is_last: the round is complete with what is given.
         """
         self._give_back()
-        began, is_much = time.monotonic(), of.size >= self._much_bytes
-        if is_much and is_shared(frame):
-            is_much = of.size >= self._much_bytes * SHARED
+        began, is_much = time.monotonic(), of.size > self._much_bytes
+        if is_much:
+            times = SHARED if is_shared(frame) else PLAIN if values.rule is None else 1
+            is_much = of.size > self._much_bytes * times
         try:
             do = arithmetic.apply_alike if is_last else arithmetic.add_alike
             is_done = do(values, number, of, given, is_much=is_much)

@@ -452,7 +452,7 @@ class NodeSession:
             for number, send in enumerate(exchange.sends):
                 head: Any = send.frames[0]
                 NUMBER.pack_into(head, NUMBER_AT, exchange.first + number)
-                if send.into is not None and len(exchange.links) == len(exchange.sends):
+                if send.into is not None:
                     self._direct.expect(send.link, send.into)
                 exchange.begun = number + 1
                 lease = (self._direct if send.is_small else self._paths).send(send.link, send.frames)

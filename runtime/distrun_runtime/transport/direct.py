@@ -190,8 +190,8 @@ class _DirectStream:
         self.fd = connection.fileno()
         self.end = ""
         """Why nothing more comes; empty: it goes on."""
-        self.into: memoryview | None = None
-        """Where the third frame of a message of three is received if it is long and has this size."""
+        self.into: list[memoryview] = []
+        """Where the third frames of messages of three are received if they are long and have these sizes."""
         self.recent: Sequence[Buffer] = ()
         """The first frames of the message that was sent last."""
         self.out: deque[_Sending] = deque()
@@ -304,9 +304,8 @@ class _DirectStream:
         return messages, data[at:], [], None
 
     def _long(self, frames: list[Buffer], sizes: Sequence[int], came: memoryview) -> _LongMessage:
-        into = self.into
-        if into is None or len(frames) != 2 or sizes != [len(into)]:
-            into = np.empty(sum(sizes), np.uint8).data
+        at = next((at for at, each in enumerate(self.into) if len(frames) == 2 and sizes == [len(each)]), -1)
+        into = np.empty(sum(sizes), np.uint8).data if at < 0 else self.into.pop(at)
         into[: len(came)] = came
         return _LongMessage(frames, sizes, into, [len(came)])
 
@@ -592,8 +591,9 @@ class DirectTransport:
                 self._watch(self._open[link])
 
     def expect(self, link: Link, into: memoryview) -> None:
-        """Receive the third frame of a message of three there, if it is long and has this size. Until `give_back`."""
-        self._open[link].into = into
+        """Receive the third frame of a message of three there, if it is long and has this size. Once; until
+        `give_back`."""
+        self._open[link].into.append(into)
 
     def inbox(self, link: Link) -> list[Sequence[Buffer]] | None:
         """Return the messages that have come on a link that was taken; take one by removing it. None: it has ended."""
@@ -645,7 +645,7 @@ class DirectTransport:
             stream = self._open.get(link)
             if stream is None:
                 continue
-            stream.into = None
+            stream.into = []
             if drops:
                 stream.received[0].clear()
                 if not stream.out and not stream.end:

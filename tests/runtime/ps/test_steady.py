@@ -29,9 +29,9 @@ from distrun_runtime.ps.shards import MANY
 from distrun_runtime.ps.values import Round, Values
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event
 
-FLOAT32, FLOAT16, INT32 = 0, 2, 4
+FLOAT32, FLOAT16, FLOAT64 = 0, 2, 1
 SIZES = {0: 2, 1: 3, 2: 1, 3: 5, 4: 4, 5: 2}
-CODES = {0: FLOAT32, 1: FLOAT32, 2: FLOAT32, 3: FLOAT32, 4: FLOAT16, 5: INT32}
+CODES = {0: FLOAT32, 1: FLOAT32, 2: FLOAT32, 3: FLOAT32, 4: FLOAT16, 5: FLOAT64}
 """Keys with their elements and dtypes."""
 LISTS = ((0,), (0, 1), (0, 1, 2, 3), (3, 1), (2,), (4,), (5,), (0, 3))
 """What messages are about: lists of keys that overlap, one of them not in order."""
@@ -413,6 +413,21 @@ def test_a_large_message_is_done_at_once_if_most_of_it_is_its_senders_memory_but
         pair.known = 0
         pair.round(Kind.PUSHPULL, 2)
         assert pair.known == 2
+    finally:
+        pair.close()
+
+
+def test_a_large_message_that_is_only_added_is_done_at_once_up_to_four_times_the_bytes_of_others() -> None:
+    pair = Twins(2, buckets=False, much_bytes=8)
+    try:
+        for number, has_rule in ((1, False), (2, False), (1, True)):  # Lists of 20 and 44 bytes.
+            if has_rule:
+                pair.disturb(3, 0)
+            for _ in range(4):
+                pair.round(Kind.PUSHPULL, number)
+            pair.known = 0
+            pair.round(Kind.PUSHPULL, number)
+            assert (pair.known == 2) == (number == 1 and not has_rule)
     finally:
         pair.close()
 

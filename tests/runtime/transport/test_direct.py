@@ -679,23 +679,27 @@ def test_a_wish_for_the_turn_that_came_late_ends_one_wait_only(pair: Callable[..
         one.opener.give_back(("server-0",))
 
 
-def test_a_long_payload_is_received_where_it_is_wanted(pair: Callable[..., Pair]) -> None:
+def test_each_long_payload_is_received_at_a_place_of_its_own_where_it_is_wanted(pair: Callable[..., Pair]) -> None:
     one = pair()
     one.agree()
-    into, data = bytearray(1 << 20), os.urandom(1 << 20)
+    sizes = (1 << 20, 3 << 19, 1 << 20, 1 << 20)
+    wanted, sent = [bytearray(size) for size in sizes[:3]], [os.urandom(size) for size in sizes]
     turn = one.opener.turn()
     with turn.lock:
         one.opener.take(("server-0",))
-        view = memoryview(into)
-        one.opener.expect("server-0", view)
-        one.acceptor.send(one.link, [b"head", b"", data])
-        while not one.opener.inbox("server-0"):
+        for each in wanted:
+            one.opener.expect("server-0", memoryview(each))
+        for data in sent:
+            one.acceptor.send(one.link, [b"head", b"", data])
+        while len(came := one.opener.inbox("server-0") or []) < len(sent):
             one.opener.wait(DEADLINE_S)
             one.acceptor.poll(0)
-        [[head, body, payload]] = one.opener.inbox("server-0") or []
+        found = [(bytes(head), bytes(body), bytes(payload)) for head, body, payload in came]
+        places = [getattr(payload, "obj", None) for _, _, payload in came]
         one.opener.give_back(("server-0",), drops=True)
-    assert (head, bytes(body), bytes(into)) == (b"head", b"", data)
-    assert payload is view
+    assert found == [(b"head", b"", data) for data in sent]
+    # The first of this size that is free; when none is left, memory of its own.
+    assert [next((at for at, each in enumerate(wanted) if each is place), -1) for place in places] == [0, 1, 2, -1]
 
 
 def test_a_long_payload_that_came_by_stream_is_not_taken_for_memory_of_its_sender(pair: Callable[..., Pair]) -> None:
