@@ -45,8 +45,8 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
 
     It takes the place of a `torch.optim` optimizer: param groups, `zero_grad`, closures, schedulers and GradScaler
     work as there. A gradient is the mean over the workers; `p.grad` stays this worker's own. All workers make it, and
-    call `step`, together. At the start all get the weights of rank 0. Parameters are moved into flat memory (`p.data`
-    is a view of it), one key for each dtype, device and group.
+    call `step`, together. At the start all get the weights of rank 0. Parameters are moved into flat memory, one key
+    for each dtype, device and group: `p.data` is a view of it, and after a step `p.grad` is one of such memory, too.
 
     Arguments:
         model: a module, of which frozen parameters are left alone; or parameters as `torch.optim` takes them, named or
@@ -325,15 +325,20 @@ def _flat(store: kvstore.KVStore, key: str, group: int, params: Sequence[Any]) -
 
 
 def _fill(flat: _Flat, scale: float | None) -> None:
-    """Copy the parameters' gradients to where the store takes them; times `scale`."""
-    given = []
+    """Copy the parameters' gradients to where the store takes them, times `scale`; they are views of it then."""
+    filled, given = [], []
     for each, part in zip(flat.params, flat.parts, strict=True):
         if each.grad is None:
             part.zero_()
-        else:
-            given.append((part, each.grad if each.grad.layout is torch.strided else each.grad.to_dense()))
+            continue
+        filled.append(part)
+        if each.grad.layout is not torch.strided:
+            part.copy_(each.grad.to_dense())
+        elif each.grad.data_ptr() != part.data_ptr():
+            given.append((each, part))
     if given:
-        parts, gradients = map(list, zip(*given, strict=True))
-        torch._foreach_copy_(parts, gradients)
-        if scale is not None:
-            torch._foreach_mul_(parts, scale)
+        torch._foreach_copy_([part for _, part in given], [each.grad for each, _ in given])
+        for each, part in given:
+            each.grad = part
+    if scale is not None and filled:
+        torch._foreach_mul_(filled, scale)

@@ -9,7 +9,8 @@ import pytest
 from peers import python_of
 from scriptjobs import outcomes_of, run_script
 
-PROGRAM = Path(__file__).resolve().parents[3] / "tests" / "support" / "server_optimizer_program.py"
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM, PAGE = ROOT / "tests" / "support" / "server_optimizer_program.py", ROOT / "docs" / "torch.md"
 CASES = re.findall(r"^def (\w+)\(\) -> None:", PROGRAM.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
 
 
@@ -52,6 +53,15 @@ def test_workers_of_a_job_share_the_weights(tmp_path: Path, kind: str) -> None:
     assert len(lines) == 2
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"dist_{kind}")
+
+
+@pytest.mark.peers
+def test_the_program_of_the_page_gives_all_workers_the_same_weights(tmp_path: Path) -> None:
+    text = PAGE.read_text("utf-8").partition("## Optimizers on the servers")[2]
+    done = run_script(tmp_path, text.split("```python\n")[1].split("```")[0], python=python_of("torch"), servers=2)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second
 
 
 @pytest.mark.peers
