@@ -105,6 +105,10 @@ class SentCall(Pending):
         """Whether all replies are there, or an error is."""
         return self._request.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when all replies are there, or an error is."""
+        self._request.then(lambda error: act())
+
     def left_waiting(self) -> None:
         """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
         self._is_left = True
@@ -157,6 +161,10 @@ class Both(Pending):
     def is_done(self) -> bool:
         """Whether both are."""
         return self._push.is_done and self._then.is_done
+
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when both are."""
+        self._push.when_done(lambda: self._then.when_done(act))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when both are done; raise the push's error rather than that of what followed."""
@@ -348,6 +356,13 @@ class Transfers:
         notes = _fill(route, records, outs, replies, own)
         self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
         return notes
+
+    def take_part(self, what: str, keys: Selection, call: CallOptions) -> tuple[Request, Taking]:
+        """Contribute nothing to the next round of keys, and ask for what comes of it; return as `pushpull`."""
+        route = self._routes(keys).plain
+        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
+        request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
+        return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
 
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
         """Send that this worker has the next round of keys skipped."""
@@ -884,13 +899,20 @@ class BatchedCall(Pending):
         """Whether the calls that it goes with are done."""
         return self.sent is not None and self.sent.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Have it sent now, and call `act` when it is done."""
+        self._sent_now().when_done(act)
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Have it sent now, and return when it is done."""
+        self._sent_now().wait(timeout_s)
+
+    def _sent_now(self) -> Pending:
         if self.sent is None:
             self._flush()
         if self.sent is None:
             raise KVError(f"{self.what} was not sent")
-        self.sent.wait(timeout_s)
+        return self.sent
 
 
 @dataclass
