@@ -318,7 +318,9 @@ def workers_that_differ_are_told_before_the_first_step() -> None:
     for make, said in (
         (lambda rank: nn.Linear(2, 2, bias=rank == 0), "parameter 'bias'"),
         (lambda rank: nn.Linear(2 + rank, 2), "parameter 'weight'"),
-        (lambda rank: [torch.ones(2, requires_grad=True)] * (1 + rank), ""),
+        (lambda rank: [torch.ones(2, requires_grad=True) for _ in range(1 + rank)], "number of parameters of group 0"),
+        (lambda rank: [(f"fc{rank}", torch.ones(2, requires_grad=True))], "parameter 'fc0'"),
+        (lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0), "'running_mean', which is not trained, is"),
     ):
 
         def script(kv: Any, make: Any = make, said: str = said) -> None:

@@ -45,12 +45,12 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
 
     It takes the place of a `torch.optim` optimizer: param groups, `zero_grad`, closures, schedulers and GradScaler
     work as there. A gradient is the mean over the workers; `p.grad` stays this worker's own. All workers make it, and
-    call `step`, together. At the start all get the weights of rank 0. Parameters are moved into flat memory, one key
-    for each dtype, device and group: `p.data` is a view of it, and after a step `p.grad` is one of such memory, too.
+    call `step`, together. At the start all get the parameters and buffers of rank 0. Parameters are moved into flat
+    memory, one key for each dtype, device and group: `p.data` is a view of it, and after a step `p.grad` of such, too.
 
     Arguments:
-        model: a module, of which frozen parameters are left alone; or parameters as `torch.optim` takes them, named or
-            not, or param groups. Groups may differ in `lr` and `weight_decay`.
+        model: a module, of which buffers and frozen parameters then stay each worker's own; or parameters as
+            `torch.optim` takes them, named or not, or param groups. Groups may differ in `lr` and `weight_decay`.
         rule: `sgd`, `adam`, `adamw`, `rmsprop`: torch's arithmetic; or a rule of the store by its name.
         asynchronous: each worker's gradients are applied when they arrive, and are not means (`dist_async`).
         staleness: of `asynchronous`: by how many steps a worker may be ahead of the slowest one. None: by any number.
@@ -83,8 +83,12 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         if self._spec.params.get("lr_scheduler"):
             raise KVError("lr_scheduler: a scheduler of torch.optim.lr_scheduler changes the rate of a ServerOptimizer")
         self._names: Dict[Any, str] = {}
+        self._others: Dict[Any, str] = {}
+        """Frozen parameters and buffers: they only start alike."""
         if isinstance(model, torch.nn.Module):
             self._names = {each: name for name, each in model.named_parameters() if each.requires_grad}
+            self._others = {each: name for name, each in model.named_buffers()}
+            self._others.update((each, name) for name, each in model.named_parameters() if not each.requires_grad)
         self._flats: list[_Flat] = []
         self._sent: list[dict[str, Any]] = []
         """The options of the groups, as the servers have them."""
@@ -192,29 +196,35 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
 
     def _begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Compare the parameters of new groups with those of the other workers, and put them into the store."""
-        first = len(self.param_groups) - len(groups)
-        facts: Dict[str, str] = {"groups of parameters": str(len(self.param_groups))}
+        is_first, first = not self._flats, len(self.param_groups) - len(groups)
+        rule = RULES[self._spec.name]
+        facts: Dict[str, str] = {"number of groups": str(len(self.param_groups))}
         alike: Dict[tuple[Any, ...], list[Any]] = {}
-        whole = RULES[self._spec.name].is_elementwise and not RULES[self._spec.name].needs_norms
         for number, group in enumerate(groups, first):
             facts[f"options of group {number}"] = json.dumps({name: str(group[name]) for name in self._options})
-            facts[f"parameters of group {number}"] = str(len(group["params"]))
-            for place, each in enumerate(group["params"]):
-                name = self._names.setdefault(each, [*group.get("param_names", ()), *[f"{number}.{place}"]][0])
+            facts[f"number of parameters of group {number}"] = str(len(group["params"]))
+            names = group.get("param_names") or [f"{number}.{place}" for place, _ in enumerate(group["params"])]
+            for name, each in zip(names, group["params"], strict=True):
+                name = self._names.setdefault(each, self._others.get(each, name))
                 if not each.requires_grad:
                     raise KVError(f"parameter {name!r} requires no gradient; leave it out")
                 facts[f"parameter {name!r}"] = f"{each.dtype} {tuple(each.shape)} in group {number}"
-                alike.setdefault((number, each.dtype, each.device, None if whole else place), []).append(each)
+                apart = None if rule.is_elementwise and not rule.needs_norms else name
+                alike.setdefault((number, each.dtype, each.device, apart), []).append(each)
+        for each, name in self._others.items() if is_first else ():
+            facts[f"{name!r}, which is not trained,"] = f"{each.dtype} {tuple(each.shape)}"
         self.kvstore.agree(facts)
         new: list[_Flat] = []
         for (number, dtype, *_), params in alike.items():
             key = f"{len(self._flats) + len(new)}: {str(dtype).removeprefix('torch.')} of group {number}"
             new.append(_flat(self.kvstore, key, number, params))
-        if not self._flats:
-            # Each key's own are its multipliers.
+        if is_first:
+            # Rate and decay of each key are its multipliers.
             common: Dict[str, Any] = dict(self._spec.params)
             common.update((name, 1.0) for name in common if TORCHS.get(name) in BY_KEY)
             self.kvstore.set_optimizer(self._spec.name, **common)
+            if self._others:
+                self.kvstore.broadcast(None, [*self._others], [*self._others])
         self._flats += new
         self._follow()
         self.kvstore.init([each.key for each in new], [each.weights for each in new])

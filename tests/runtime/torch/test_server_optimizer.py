@@ -32,8 +32,11 @@ import distrun_runtime.torch as dt
 
 torch.manual_seed(dt.rank())
 net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+net[0].bias.requires_grad_(False)
+net[1].running_mean.fill_(dt.rank())
 more = {"asynchronous": True, "staleness": 2} if "async" in sys.argv else {}
 opt = dt.ServerOptimizer(net, "adamw", lr=0.1, **more)
+assert not net[1].running_mean.any()
 for _ in range(3):
     opt.zero_grad()
     net(torch.randn(8, 4)).square().mean().backward()
