@@ -347,6 +347,8 @@ def bad_input_is_named() -> None:
     refused(make(net, "adamw", lr_scheduler={"type": "factor", "step": 1}), "a scheduler of torch.optim.lr_scheduler")
     refused(make(net, "adamw", store="dist_sync"), "store is one that kvstore.create made, not str")
     refused(make(net, "adamw", staleness=1), "fix: ServerOptimizer(..., asynchronous=True)")
+    complexes = [torch.ones(2, dtype=torch.complex64, requires_grad=True)]
+    refused(make(complexes, "sgd"), "parameter '0.0' is of torch.complex64; servers update real floats only")
     with kvstore.create("local") as kv:
         refused(make(net, "adamw", store=kv, asynchronous=True), "a 'local' store is not for asynchronous=True")
         refused(make([{"params": net[0].parameters(), "momentun": 0.5}], "sgd", store=kv), "did you mean 'momentum'")

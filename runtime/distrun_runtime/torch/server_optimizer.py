@@ -101,7 +101,12 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         self.kvstore = (
             _own_store(asynchronous, staleness) if store is None else _checked(store, asynchronous, staleness)
         )
-        self._begin(self.param_groups)
+        try:
+            self._begin(self.param_groups)
+        except BaseException as err:
+            if store is None:
+                self.kvstore.give_up(err)
+            raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; all workers call it, with equal groups.
@@ -208,6 +213,8 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
                 name = self._names.setdefault(each, self._others.get(each, name))
                 if not each.requires_grad:
                     raise KVError(f"parameter {name!r} requires no gradient; leave it out")
+                if not each.is_floating_point():
+                    raise KVError(f"parameter {name!r} is of {each.dtype}; servers update real floats only")
                 facts[f"parameter {name!r}"] = f"{each.dtype} {tuple(each.shape)} in group {number}"
                 apart = None if rule.is_elementwise and not rule.needs_norms else name
                 alike.setdefault((number, each.dtype, each.device, apart), []).append(each)
