@@ -314,13 +314,13 @@ class Transfers:
         if in_place and (self._answered[numbers] < self._rounds[numbers]).any():
             self._link.servers(f"the end of {what}", Kind.RELEASE)
 
-    def goes_at_once(self, keys: Selection) -> bool:
+    def goes_at_once(self, keys: Selection, waits: bool = True) -> bool:
         """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
-        needed for what waits for the other workers."""
+        needed for what waits for the other workers. Few enough are those of one call only, which `waits`."""
         routes = self._routes(keys)
         if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
             return False
-        if keys.size_bytes > MESSAGE_BYTES:
+        if keys.size_bytes > MESSAGE_BYTES or not waits:
             for portion in routes.plain.portions:
                 if not self._link.node.staging(portion.link):
                     return False
