@@ -324,7 +324,7 @@ def workers_that_differ_are_told_before_the_first_step() -> None:
     ):
 
         def script(kv: Any, make: Any = make, said: str = said) -> None:
-            refused(lambda: ServerOptimizer(make(kv.rank), "sgd", store=kv), said, "worker-0", "worker-1")
+            refused(lambda: ServerOptimizer(make(kv.rank), "sgd", store=kv), "optimizers of the workers differ", said)
 
         job(script)
 

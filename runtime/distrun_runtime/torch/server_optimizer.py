@@ -220,7 +220,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
                 alike.setdefault((number, each.dtype, each.device, apart), []).append(each)
         for each, name in self._others.items() if is_first else ():
             facts[f"{name!r}, which is not trained,"] = f"{each.dtype} {tuple(each.shape)}"
-        self.kvstore.agree(facts)
+        self.kvstore.agree(facts, "optimizers")
         new: list[_Flat] = []
         for (number, dtype, *_), params in alike.items():
             key = f"{len(self._flats) + len(new)}: {str(dtype).removeprefix('torch.')} of group {number}"
