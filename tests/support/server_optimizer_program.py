@@ -306,12 +306,14 @@ def weights_that_something_else_changed_are_refused_until_assign() -> None:
         same(got, weights(network(1)))
 
 
-def a_parameter_that_is_frozen_later_is_refused() -> None:
+def a_parameter_that_is_frozen_or_moved_later_is_refused() -> None:
     net = network()
     with kvstore.create("local") as kv:
         optimizer = ServerOptimizer(net, "sgd", store=kv)
         net[2].requires_grad_(False)
         refused(optimizer.step, "parameter '2.weight' requires no gradient any more", "fix: ")
+        net.to(torch.float64)
+        refused(optimizer.step, "parameter '0.weight' was moved to other memory", "fix: ")
 
 
 def workers_that_differ_are_told_before_the_first_step() -> None:

@@ -33,6 +33,8 @@ class _Flat(NamedTuple):
     key: str
     group: int
     params: Sequence[Any]
+    places: Sequence[int]
+    """The addresses of the parameters."""
     weights: Any
     """Flat: an array of numpy's, or a tensor on another device than the CPU."""
     gradients: Any
@@ -248,18 +250,25 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         self._versions = [each._version for each in params]
 
     def _check_params(self) -> None:
-        params = (each for flat in self._flats for each in flat.params)
-        for each, version in zip(params, self._versions, strict=True):
-            if not each.requires_grad:
-                raise KVError(
-                    f"parameter {self._names[each]!r} requires no gradient any more, but the servers go on with its"
-                    " momentum and decay; fix: freeze it before the optimizer is made, or give its group lr=0"
-                )
-            if each._version != version:
-                raise KVError(
-                    f"parameter {self._names[each]!r} was changed, but not by step(), which would overwrite the change;"
-                    " fix: call assign() on all workers after a change"
-                )
+        versions = iter(self._versions)
+        for flat in self._flats:
+            for each, place in zip(flat.params, flat.places, strict=True):
+                is_changed = each._version != next(versions)
+                if each.data_ptr() != place:
+                    found = (
+                        "was moved to other memory, as net.to() does; fix: move the model before the optimizer is made"
+                    )
+                elif is_changed:
+                    found = (
+                        "was changed, but not by step(), which would overwrite the change; fix: call assign() on all"
+                    )
+                    found += " workers after a change"
+                elif not each.requires_grad:
+                    found = "requires no gradient any more, but the servers go on with its momentum and decay; fix:"
+                    found += " freeze it before the optimizer is made, or give its group lr=0"
+                else:
+                    continue
+                raise KVError(f"parameter {self._names[each]!r} {found}")
 
     # --- options
 
@@ -338,7 +347,7 @@ def _flat(store: kvstore.KVStore, key: str, group: int, params: Sequence[Any]) -
         for each, part in zip(params, parts(own), strict=True):
             part.copy_(each)
             each.data = part
-    return _Flat(key, group, params, weights, gradients, parts(theirs))
+    return _Flat(key, group, params, [each.data_ptr() for each in params], weights, gradients, parts(theirs))
 
 
 def _fill(flat: _Flat, scale: float | None) -> None:
