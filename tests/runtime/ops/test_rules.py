@@ -42,7 +42,9 @@ def ones(shape: tuple[int, ...], dtype: str, value: float = 1.0) -> npt.NDArray[
 FULL: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "wd": 0.1, "clip_gradient": 0.5},
     "nag": {"momentum": 0.9, "wd": 0.1},
-    "torch_sgd": {"momentum": 0.9, "nesterov": True, "wd": 0.1},
+    "torch_sgd": {"momentum": 0.9, "dampening": 0.5, "wd": 0.1},
+    "torch_adam": {"amsgrad": True, "wd": 0.1},
+    "torch_rmsprop": {"centered": True, "momentum": 0.9, "wd": 0.1},
     "adam": {"wd": 0.1},
     "adamw": {"wd": 0.1},
     "rmsprop": {"centered": True, "wd": 0.1, "clip_weights": 1.0},
@@ -51,7 +53,7 @@ FULL: dict[str, dict[str, Any]] = {
     "signum": {"wd": 0.1, "wd_lh": 0.1, "clip_gradient": 0.5},
     "dcasgd": {"momentum": 0.9, "wd": 0.1, "lamda": 0.5},
     "sgld": {"wd": 0.1, "seed": 7},
-    "torch_adamw": {"wd": 0.1},
+    "torch_adamw": {"amsgrad": True, "wd": 0.1},
     "adamax": {"wd": 0.1},
     "nadam": {"wd": 0.1},
     "adadelta": {"wd": 0.1},
@@ -296,6 +298,7 @@ def test_a_weight_that_was_assigned_as_it_was_keeps_what_small_steps_have_added_
         ("adagrad", {"epsilon": 0.5}, {"eps": 0.5}),
         ("sgd", {"weight_decay": 1}, {"wd": 1.0}),
         ("nadam", {"momentum_decay": 1}, {"schedule_decay": 1.0}),
+        ("torch_rmsprop", {"gamma1": 0.5, "gamma2": 0.5}, {"alpha": 0.5, "momentum": 0.5}),
     ],
 )
 def test_torchs_names_of_parameters_are_understood(name: str, given_: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -336,6 +339,12 @@ def test_a_parameter_that_is_given_by_two_names_is_refused(given_: dict[str, Any
 def test_a_rule_without_two_betas_has_no_betas() -> None:
     with pytest.raises(KVError, match="rule 'sgd' has no parameter 'betas'"):
         rules.make("sgd", {"betas": (0.9, 0.999)})
+
+
+@pytest.mark.parametrize("params", [{}, {"momentum": 0.9, "dampening": 0.5}])
+def test_nesterov_without_momentum_or_with_dampening_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(KVError, match="rule 'torch_sgd': nesterov=True needs a momentum above 0 and dampening=0, not "):
+        rules.make("torch_sgd", {"nesterov": True, **params})
 
 
 def test_a_learning_rate_of_0_changes_no_weight() -> None:

@@ -19,7 +19,7 @@ from peers import python_of
 from distrun_runtime.ops import optimizers as rules
 
 ROOT = Path(__file__).resolve().parents[3]
-STEPS, SIZE = 12, 7
+STEPS, LONG, SIZE = 12, 50, 7
 LIMIT_S = 100.0
 
 MXNET = """\
@@ -101,6 +101,11 @@ SCHEDULED: list[tuple[str, dict[str, Any]]] = [
     ("CosineScheduler", {"max_update": 9, "base_lr": 0.3, "final_lr": 0.1, "warmup_steps": 2}),
 ]
 TORCHS = {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3}
+MORE: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+    "adam": {"lr": 0.1, "amsgrad": True, "maximize": True, **TORCHS},
+    "rmsprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.3},
+}
 # The arithmetic of both is the same where their epsilons, which stand at different places, are 0.
 TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1, "wd": 0.1}, "SGD", {"lr": 0.1, "weight_decay": 0.1}),
@@ -125,6 +130,10 @@ TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         )
         for more in ({}, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True})
     ),
+    ("torch_sgd", MORE["sgd"], "SGD", MORE["sgd"]),
+    *(("torch_adam", more, "Adam", more) for more in ({}, {"lr": 0.1, **TORCHS}, MORE["adam"])),
+    ("torch_adamw", MORE["adam"], "AdamW", MORE["adam"]),
+    *(("torch_rmsprop", more, "RMSprop", more) for more in ({}, MORE["rmsprop"], {**MORE["rmsprop"], "momentum": 0.0})),
     # The same arithmetic, epsilon included; torch's own names of the parameters are taken too.
     ("torch_adamw", {}, "AdamW", {}),
     *(("torch_adamw", more, "AdamW", more) for more in ({"lr": 0.1, **TORCHS}, {"lr": 0.01, "weight_decay": 0.0})),
@@ -149,9 +158,9 @@ def walked_by(peer: str, program: str, cases: list[list[object]]) -> list[list[l
     return [[[float.fromhex(x) for x in step] for step in case] for case in steps]
 
 
-def start() -> tuple[list[str], list[list[str]]]:
+def start(steps: int = STEPS) -> tuple[list[str], list[list[str]]]:
     random = np.random.default_rng(0)
-    weight, grads = random.normal(size=SIZE).astype("f4"), random.normal(size=(STEPS, SIZE)).astype("f4")
+    weight, grads = random.normal(size=SIZE).astype("f4"), random.normal(size=(steps, SIZE)).astype("f4")
     return hexes(weight), [hexes(grad) for grad in grads]
 
 
@@ -159,9 +168,9 @@ def hexes(values: Any) -> list[str]:
     return [float(x).hex() for x in values]
 
 
-def walk(name: str, params: dict[str, Any], dtype: str, size: float = 1.0) -> Iterator[Any]:
+def walk(name: str, params: dict[str, Any], dtype: str, size: float = 1.0, steps: int = STEPS) -> Iterator[Any]:
     """Yield our weight after each step; from weights and gradients times `size`."""
-    numbers = [[float.fromhex(x) * size for x in given] for given in (start()[0], *start()[1])]
+    numbers = [[float.fromhex(x) * size for x in given] for given in (start()[0], *start(steps)[1])]
     rule, weight = rules.make(name, params), np.array(numbers[0], dtype)
     state = rule.new_state(weight)
     for grad in numbers[1:]:
@@ -170,7 +179,7 @@ def walk(name: str, params: dict[str, Any], dtype: str, size: float = 1.0) -> It
 
 
 def compare(name: str, params: dict[str, Any], steps: list[list[float]], dtype: str, tolerance: float) -> None:
-    for number, (weight, right) in enumerate(zip(walk(name, params, dtype), steps, strict=True)):
+    for number, (weight, right) in enumerate(zip(walk(name, params, dtype, steps=len(steps)), steps, strict=True)):
         text = "%s %s, step %d" % (name, params, number + 1)
         np.testing.assert_allclose(weight, right, rtol=tolerance, atol=tolerance, err_msg=text)
 
@@ -199,6 +208,6 @@ def test_the_step_of_sgld_without_its_noise_is_mxnets() -> None:
 @pytest.mark.peers
 def test_rules_whose_arithmetic_is_torchs_give_what_torch_gives() -> None:
     """To 1e-12, in float64: the order of a few multiplications differs."""
-    walks = walked_by("torch", TORCH, [[name, params, *start()] for _, _, name, params in TORCH_CASES])
+    walks = walked_by("torch", TORCH, [[name, params, *start(LONG)] for _, _, name, params in TORCH_CASES])
     for (name, params, _, _), steps in zip(TORCH_CASES, walks, strict=True):
         compare(name, params, steps, "float64", 1e-12)

@@ -67,11 +67,15 @@ def nag(p: dict[str, Any]) -> Walk:
 def torch_sgd(p: dict[str, Any]) -> Walk:
     w, v = start(), np.zeros(SIZE)
     mu = p.get("momentum", 0)
-    for g in gradients():
-        slope = cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w
-        v = mu * v + slope
+    for t, g in enumerate(gradients(), 1):
+        slope = torchs_slope(p, g, w)
+        v = mu * v + (1 - p.get("dampening", 0) if t > 1 else 1) * slope
         w = w - p["learning_rate"] * (slope + mu * v if p.get("nesterov") else v)
         yield w
+
+
+def torchs_slope(p: dict[str, Any], g: Array, w: Array) -> Array:
+    return (-1 if p.get("maximize") else 1) * cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w
 
 
 def adam(p: dict[str, Any]) -> Walk:
@@ -96,14 +100,31 @@ def adamw(p: dict[str, Any]) -> Walk:
         yield w
 
 
-def torch_adamw(p: dict[str, Any]) -> Walk:
-    w, m, v = start(), np.zeros(SIZE), np.zeros(SIZE)
-    b1, b2, wd = p.get("beta1", 0.9), p.get("beta2", 0.999), p["wd"] or 0.01
+def torch_adam(p: dict[str, Any], apart: bool = False) -> Walk:
+    w, m, v, largest = start(), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    b1, b2 = p.get("beta1", 0.9), p.get("beta2", 0.999)
     for t, g in enumerate(gradients(), 1):
-        slope = cut(p["rescale_grad"] * g, p["clip_gradient"])
+        slope = torchs_slope({**p, "wd": 0} if apart else p, g, w)
         m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope**2
-        w = w - p["learning_rate"] * wd * w
-        w = w - p["learning_rate"] * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + p.get("epsilon", 1e-8))
+        largest = np.maximum(largest, v) if p.get("amsgrad") else v
+        w = w - p["learning_rate"] * p["wd"] * w * apart
+        w = w - p["learning_rate"] * (m / (1 - b1**t)) / ((largest / (1 - b2**t)) ** 0.5 + p.get("epsilon", 1e-8))
+        yield w
+
+
+def torch_adamw(p: dict[str, Any]) -> Walk:
+    return torch_adam({**p, "wd": p["wd"] or 0.01}, apart=True)
+
+
+def torch_rmsprop(p: dict[str, Any]) -> Walk:
+    w, n, a, v = start(), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    alpha = p.get("alpha", 0.99)
+    for g in gradients():
+        slope = torchs_slope(p, g, w)
+        n, a = alpha * n + (1 - alpha) * slope**2, alpha * a + (1 - alpha) * slope
+        step = slope / ((n - a**2 if p.get("centered") else n) ** 0.5 + p.get("epsilon", 1e-8))
+        v = p.get("momentum", 0) * v + step
+        w = w - p["learning_rate"] * v
         yield w
 
 
@@ -277,6 +298,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], Walk], dict[str, Any]]] = [
     (torch_sgd, {"learning_rate": 0.1}),
     (torch_sgd, {"learning_rate": 0.1, "momentum": 0.9, **ALL}),
     (torch_sgd, {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, **ALL}),
+    (torch_sgd, {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True, **ALL}),
     (adam, {"learning_rate": 0.01}),
     (adam, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
     (adamw, {"learning_rate": 0.01}),
@@ -304,8 +326,15 @@ CASES: list[tuple[Callable[[dict[str, Any]], Walk], dict[str, Any]]] = [
     (dcasgd, {"learning_rate": 0.1, "momentum": 0.9, "lamda": 0.5, **ALL}),
     (sgld, {"learning_rate": 0.1}),
     (sgld, {"learning_rate": 0.1, "seed": 2**62 + 1, **ALL}),
+    (torch_adam, {"learning_rate": 0.01}),
+    (torch_adam, {"learning_rate": 0.1, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
+    (torch_adam, {"learning_rate": 0.1, "amsgrad": True, "maximize": True, "beta2": 0.5, **ALL}),
     (torch_adamw, {"learning_rate": 0.01}),
     (torch_adamw, {"learning_rate": 0.1, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
+    (torch_adamw, {"learning_rate": 0.1, "amsgrad": True, "maximize": True, "beta2": 0.5, **ALL}),
+    (torch_rmsprop, {"learning_rate": 0.01}),
+    (torch_rmsprop, {"learning_rate": 0.01, "alpha": 0.8, "epsilon": 1e-3, "maximize": True, **ALL}),
+    (torch_rmsprop, {"learning_rate": 0.01, "centered": True, "momentum": 0.9, "alpha": 0.8, **ALL}),
     (adamax, {"learning_rate": 0.01}),
     (adamax, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
     (nadam, {"learning_rate": 0.01}),

@@ -12,7 +12,6 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.optimizers.base import (
     COMMON,
-    DECAY,
     LAZY,
     Rates,
     Rule,
@@ -108,33 +107,6 @@ class AdamW(Adam):
         decay(step, weight, rates)
         correction = self.correction(rates.updates) if self.params["correct_bias"] else 1.0
         subtract(weight, step, rates.learning_rate * correction)
-
-
-class TorchAdamW(Adam):
-    """torch's AdamW. t += 1; g' = clip(rescale_grad g); w -= learning_rate wd w; m and v as `adam` has them.
-
-    w -= learning_rate / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + epsilon).
-
-    Source: torch's `AdamW` with its defaults, without `amsgrad`; Loshchilov and Hutter, 2019. `rescale_grad` and
-    `clip_gradient` are ours.
-    """
-
-    name = "torch_adamw"
-    table = (
-        *(learning_rate(0.001), *BETAS, epsilon(1e-8), replace(DECAY, default=0.01)),
-        *(one for one in COMMON if one is not DECAY),
-    )
-
-    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
-        """Update in place."""
-        if rates.wd:
-            weight *= 1.0 - rates.learning_rate * rates.wd
-        step = moments(self, self.clipped(grad), state)
-        np.sqrt(cast(Array, state["variance"]), out=step)
-        step /= math.sqrt(1.0 - self.number("beta2") ** rates.updates)
-        step += self.number("epsilon")
-        np.divide(cast(Array, state["mean"]), step, out=step)
-        subtract(weight, step, rates.learning_rate / (1.0 - self.number("beta1") ** rates.updates))
 
 
 class Adamax(Rule):

@@ -34,19 +34,20 @@ from distrun_runtime.ops.optimizers.adaptive import (
     Ftrl,
     Nadam,
     RmsProp,
-    TorchAdamW,
 )
 from distrun_runtime.ops.optimizers.base import PLAIN, Key, Knobs, Rates, Rule, State, spread
 from distrun_runtime.ops.optimizers.norms import Lamb, Lars
-from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test, TorchSgd
+from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test
+from distrun_runtime.ops.optimizers.torchs import TorchAdam, TorchAdamW, TorchRmsProp, TorchSgd
 from distrun_runtime.ops.params import Json, did_you_mean
 
 RULES: dict[str, Type[Rule]] = {
     rule.name: rule
     for rule in (
-        *(Sgd, Nag, TorchSgd, Signum, Dcasgd, Sgld),
-        *(Adam, AdamW, TorchAdamW, Adamax, Nadam, RmsProp, AdaGrad, AdaDelta, Ftrl, Ftml),
+        *(Sgd, Nag, Signum, Dcasgd, Sgld),
+        *(Adam, AdamW, Adamax, Nadam, RmsProp, AdaGrad, AdaDelta, Ftrl, Ftml),
         *(Lamb, Lars, Test),
+        *(TorchSgd, TorchAdam, TorchAdamW, TorchRmsProp),
     )
 }
 """The built-in rules by name."""

@@ -1,4 +1,4 @@
-"""Rules that follow the gradient itself: sgd, nag, torch_sgd, signum, dcasgd, sgld and test."""
+"""Rules that follow the gradient itself: sgd, nag, signum, dcasgd, sgld and test."""
 
 from __future__ import annotations
 
@@ -99,29 +99,6 @@ class Nag(Sgd):
         weight -= step
         np.multiply(velocity, self.number("momentum"), out=step)
         weight += step
-
-
-class TorchSgd(Sgd):
-    """torch's SGD. g' = clip(rescale_grad g) + wd w; v = momentum v + g'; w -= learning_rate v.
-
-    With nesterov, w -= learning_rate (g' + momentum v). While the learning rate stays, it is `sgd` or `nag`.
-
-    Source: torch's `SGD` without `dampening`. `rescale_grad` and `clip_gradient` are ours.
-    """
-
-    name = "torch_sgd"
-    table = (learning_rate(0.001), MOMENTUM, Param("nesterov", False), *COMMON, LAZY)
-
-    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
-        """Update in place."""
-        step = self.cut(grad)
-        decay(step, weight, rates)
-        if "momentum" in state:
-            velocity = cast(Array, state["momentum"])
-            velocity *= self.number("momentum")
-            velocity += step
-            step = step + self.number("momentum") * velocity if self.params["nesterov"] else velocity
-        weight -= rates.learning_rate * step
 
 
 class Signum(Sgd):

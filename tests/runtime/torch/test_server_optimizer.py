@@ -1,0 +1,74 @@
+"""The optimizer on the servers: the cases of tests/support/server_optimizer_program.py, each a test; and a job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from peers import python_of
+from scriptjobs import outcomes_of, run_script
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM, PAGE = ROOT / "tests" / "support" / "server_optimizer_program.py", ROOT / "docs" / "torch.md"
+CASES = re.findall(r"^def (\w+)\(\) -> None:", PROGRAM.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return outcomes_of(PROGRAM, python_of("torch"))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("case", [case for case in CASES if case != "main"])
+def test_with_torch(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == "", outcomes[case]
+
+
+JOB = """\
+import sys
+import torch
+import distrun_runtime.torch as dt
+
+torch.manual_seed(dt.rank())
+net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+net[0].bias.requires_grad_(False)
+net[1].running_mean.fill_(dt.rank())
+more = {"asynchronous": True, "staleness": 2} if "async" in sys.argv else {}
+opt = dt.ServerOptimizer(net, "adamw", lr=0.1, **more)
+assert not net[1].running_mean.any()
+for _ in range(3):
+    opt.zero_grad()
+    net(torch.randn(8, 4)).square().mean().backward()
+    opt.step()
+opt.kvstore.barrier()
+opt.assign()
+print(opt.kvstore.type, [round(each.detach().double().sum().item(), 6) for each in net.parameters()], flush=True)
+"""
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_workers_of_a_job_share_the_weights(tmp_path: Path, kind: str) -> None:
+    done = run_script(tmp_path, JOB, kind, python=python_of("torch"), servers=2)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(f"dist_{kind}")
+
+
+@pytest.mark.peers
+def test_the_program_of_the_page_gives_all_workers_the_same_weights(tmp_path: Path) -> None:
+    text = PAGE.read_text("utf-8").partition("## Optimizers on the servers")[2]
+    done = run_script(tmp_path, text.split("```python\n")[1].split("```")[0], python=python_of("torch"), servers=2)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second
+
+
+@pytest.mark.peers
+def test_the_same_program_runs_alone(tmp_path: Path) -> None:
+    done = run_script(tmp_path, JOB, python=python_of("torch"), workers=1)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("local")
