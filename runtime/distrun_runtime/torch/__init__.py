@@ -8,5 +8,7 @@ for x, y in loader:
 """
 
 from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.metrics import all, any, mean
+from distrun_runtime.torch.sampler import DistributedSampler
 
-__all__ = ["rank", "store", "world_size"]
+__all__ = ["DistributedSampler", "all", "any", "mean", "rank", "store", "world_size"]
