@@ -8,5 +8,6 @@ for x, y in loader:
 """
 
 from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.optimizer import DistributedOptimizer
 
-__all__ = ["rank", "store", "world_size"]
+__all__ = ["DistributedOptimizer", "rank", "store", "world_size"]
