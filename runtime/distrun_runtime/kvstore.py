@@ -29,7 +29,6 @@ from distrun_runtime import reporting
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ, streams
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -49,11 +48,12 @@ from distrun_runtime.store.base import (
     missing,
     registered,
 )
+from distrun_runtime.store.collectives import Collectives
 from distrun_runtime.store.compress import Compression
-from distrun_runtime.store.keys import TYPES, BuiltIn, Key, KeyRecord, is_async, is_dist, named, twice
+from distrun_runtime.store.keys import TYPES, BuiltIn, Key, KeyRecord, Zeros, is_async, is_dist, named, twice
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
-from distrun_runtime.store.values import Lookup, RowSparse, Value
+from distrun_runtime.store.values import First, Lookup, RowSparse, Value
 
 __all__ = ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
 
@@ -246,6 +246,10 @@ class KVStore(KVStoreBase):
         self._selections: dict[tuple[Key, ...], Selection] = {}
         """Keys as they were given in one call to what is known of them; dense keys only."""
         self._selected_keys = 0
+        self._opening = threading.Lock()
+        """Held while the store is made that collective calls without keys go through; and those calls."""
+        self._collectives: Collectives | None = None
+        self._through: KVStore | None = None
 
     if not TYPE_CHECKING:  # for type checkers, names that are not there stay errors
 
@@ -301,11 +305,56 @@ class KVStore(KVStoreBase):
         items = values.initial(key, value)
         return self._begin(items, "init", wait) if items else CompletedCall("init of no keys")
 
-    def broadcast(self, key: Keys, value: object, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
-        """`init`, then `pull` into `out`: every worker ends with rank 0's value. Once a key."""
+    def declare(self, key: Keys, shape: object, dtype: object = "float32", *, wait: bool = True) -> Pending:
+        """Give keys a shape and dtype, and zeros as their first value: as `init`, but no value travels.
+
+        Arguments:
+            shape: for all keys; or, for a list of keys, a list of as many.
+            dtype: by name, or as numpy's or torch's; for all keys, or a list of as many.
+
+        Raises:
+            KVError: as `init`.
+        """
+        self._ready()
+        items = values.declared(key, shape, dtype)
+        return self._begin(items, "declare", wait) if items else CompletedCall("declare of no keys")
+
+    @overload
+    def broadcast(
+        self, key: Keys, value: object, out: object, priority: int = 0, *, root: int = 0, wait: bool = True
+    ) -> Pending: ...
+    @overload
+    def broadcast(
+        self, key: None, value: object, out: object = None, priority: int = 0, *, root: int = 0, wait: bool = True
+    ) -> Any: ...
+    def broadcast(
+        self,
+        key: Keys | None,
+        value: object,
+        out: object = None,
+        priority: int = 0,
+        *,
+        root: int = 0,
+        wait: bool = True,
+    ) -> Any:
+        """Give every worker the value of worker `root`.
+
+        Arguments:
+            key: is initialised with the value, once: `init`, then `pull` into `out`. None: nothing is kept; then it is
+                a collective call as `allreduce`, and returns what that does.
+            root: of a call with keys and another root than 0, it waits for the workers also with wait=False.
+        """
+        if key is None:
+            return self._calls().broadcast(value, out, root, wait)
         self._ready()
         first = values.initial(key, value)
         targets = values.outputs(key, out)
+        if root != 0:
+            with self._lock:
+                self._check_new([name for name, _ in first])
+            arrays = [one.to_dense() if isinstance(one, (RowSparse, Zeros)) else np.array(one) for _, one in first]
+            self._calls().broadcast(arrays, arrays, root, True)
+            first = [(name, array) for (name, _), array in zip(first, arrays, strict=True)]
         # Before anything is stored: what does not fit now could not be corrected, as init works once.
         shapes = {name: KeyRecord.of(name, 0, array) for name, array in first}
         for name, arrays in targets:
@@ -427,7 +476,7 @@ class KVStore(KVStoreBase):
                 return CompletedCall("pushpull of no keys")
             return _awaited(borrowed.until(self._backend.pushpull(keys, given, outs, call)), wait)
 
-    def empty(self, shape: int | Sequence[int], dtype: object = "float32") -> Array:
+    def empty(self, shape: int | Sequence[int], dtype: object = "float32") -> Any:
         """Return a new array of undefined content in the memory that this store moves fastest.
 
         Servers on this host read such an array where it is, without a copy. From `push` with wait=False until its
@@ -438,23 +487,14 @@ class KVStore(KVStoreBase):
         A forked child may read it, and must not write it.
 
         Arguments:
-            dtype: as `init` takes it, by name or as numpy's.
+            dtype: as `init` takes it, by name, or as numpy's; or torch's, then it is a tensor.
 
         Raises:
             KVError: no such dtype.
         """
         self._ready()
-        try:
-            kind = dtypes.parse(dtype) if isinstance(dtype, str) else np.dtype(cast(Any, dtype))
-        except (TypeError, ValueError) as err:
-            raise KVError(f"empty: {err}") from None
-        if kind != dtypes.BFLOAT16 and kind.name not in dtypes.NAMES:
-            raise KVError(f"empty: no element type {kind}; known are {', '.join(dtypes.NAMES)}")
-        try:
-            sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-            return self._backend.empty(tuple(operator.index(side) for side in sides), kind)
-        except (TypeError, ValueError) as err:
-            raise KVError(f"empty: shape {shape!r:.80}: {err}") from None
+        array = self._backend.empty(values.shape_of(shape, "empty"), values.dtype_of(dtype, "empty"))
+        return foreign.tensor_over(array) if foreign.is_torch_dtype(dtype) else array
 
     @contextmanager
     def view(self, key: Keys) -> Iterator[Any]:
@@ -479,6 +519,68 @@ class KVStore(KVStoreBase):
             yield found if isinstance(key, (list, tuple)) else found[0]
         finally:
             found.clear()
+
+    # Collective calls without keys
+
+    def allreduce(self, value: Any, out: Any = None, *, op: str = "sum", wait: bool = True) -> Any:
+        """Return the sum of all workers' arrays, or their mean, minimum or maximum, element by element.
+
+        As all collective calls: all workers make it, in the same order, with the same shapes and dtypes. It has nothing
+        to do with keys, optimizers and compression of this store, and works beside them. Several with wait=False may be
+        under way; the first with such arrays waits for the other workers all the same.
+
+        Arguments:
+            value: an array (of numpy, torch or cupy, of any dtype of the store, or bool), or a list of arrays.
+            out: as `value`: arrays for the result; may be `value` itself. None: new arrays of the same library.
+            op: `sum` (of bool: whether any is true), `mean` (of floats), `min` or `max`.
+            wait: False: it needs `out`, and returns a Pending.
+
+        Raises:
+            KVError: arrays that do not fit, or the workers disagree on the call, its shapes or dtypes.
+        """
+        return self._calls().allreduce(value, out, op, wait)
+
+    def allgather(self, value: Any, out: Any = None, *, wait: bool = True) -> Any:
+        """Return the arrays of all workers, in the order of ranks: of shape (num_workers, *shape). See `allreduce`."""
+        return self._calls().allgather(value, out, wait)
+
+    def reduce_scatter(self, value: Any, out: Any = None, *, op: str = "sum", wait: bool = True) -> Any:
+        """Return this worker's part of what `allreduce` would return.
+
+        Arguments:
+            value: of shape (num_workers, *shape): part `r` is for worker `r`, who gets an array of shape `shape`.
+        """
+        return self._calls().reduce_scatter(value, out, op, wait)
+
+    def take_part(self, key: Keys, out: object, *, wait: bool = True) -> Pending:
+        """Contribute nothing to the next round of keys, and write what the other workers push into `out`.
+
+        For collective calls; of a synchronous store without a rule.
+        """
+        self._ready()
+        with BorrowedArrays() as borrowed:
+            keys, outs = self._outputs(key, out, borrowed)
+            if not keys.records:
+                return CompletedCall("the next round of no keys")
+            return _awaited(borrowed.until(self._backend.take_part(keys, outs, CallOptions(waits=wait))), wait)
+
+    def _calls(self) -> Collectives:
+        """Return the collective calls without keys; the first time, all workers call it."""
+        if self._collectives is None:
+            with self._opening:
+                self._ready()
+                if self._collectives is None:
+                    if self.num_workers > 1:
+                        self._through = self.companion()
+                        self._through._lifetime.late = self._lifetime.late
+                    self._collectives = Collectives(self.rank, self.num_workers, self._through)
+        self._ready()
+        return self._collectives
+
+    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending:
+        """Give keys their shapes and dtypes, and zeros as their first values. For collective calls."""
+        self._ready()
+        return self._begin(list(items), "declare", True)
 
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
@@ -746,9 +848,20 @@ class KVStore(KVStoreBase):
         """
         self._settled()
         if self._joiner is None:
-            self._backend.join()
+            self._join()
         else:
-            self._joiner(self._backend.join)
+            self._joiner(self._join)
+
+    def _join(self) -> None:
+        if self._through is None:
+            self._backend.join()
+            return
+        # Both at once: others may go on with either until they join.
+        line = self._through._lifetime.line
+        other = BackgroundCall("join", self._through.join, self._lifetime.late)
+        line.put(other)
+        self._backend.join()
+        other.wait()
 
     def joins_by(self, joiner: Joiner | None) -> None:
         """Let the trainer that keeps weights in this store make `join`; None: by the store alone."""
@@ -757,6 +870,8 @@ class KVStore(KVStoreBase):
     def leave(self) -> None:
         """End this worker's membership: the others go on without it. Only `close` may follow."""
         self._settled()
+        if self._through is not None:
+            self._through.leave()
         self._backend.leave()
         self._lifetime.retire("was left")
 
@@ -769,6 +884,8 @@ class KVStore(KVStoreBase):
         self._lifetime.check_process()
         # Before it counts as closed: what was begun may need the store as it is.
         self._lifetime.line.finish()
+        if self._through is not None:
+            self._through.close()
         if self._lifetime.close():
             with self._lock:
                 self._selections.clear()
@@ -781,6 +898,8 @@ class KVStore(KVStoreBase):
         The next call that all workers make together raises the error on the others. Then all may make another store.
         """
         if self._lifetime.is_own and self._lifetime.close():
+            if self._through is not None:
+                self._through.give_up(error)
             self._backend.give_up(error)
 
     def __enter__(self) -> KVStore:
@@ -819,7 +938,7 @@ class KVStore(KVStoreBase):
     # Collective calls
 
     def _begin(
-        self, items: list[tuple[Key, Value]], call: str, wait: bool, then: Callable[[], None] | None = None
+        self, items: Sequence[tuple[Key, First]], call: str, wait: bool, then: Callable[[], None] | None = None
     ) -> Pending:
         """Initialise keys, then call `then`."""
 
@@ -860,10 +979,10 @@ class KVStore(KVStoreBase):
             if name in self._records or name in self._starting:
                 raise KVError(twice(name, self._records.get(name)))
 
-    def _start(self, items: list[tuple[Key, Value]], call_number: int) -> None:
+    def _start(self, items: Sequence[tuple[Key, First]], call_number: int) -> None:
         records: list[KeyRecord] = []
         try:
-            records = self._backend.init(items, call_number)
+            records = self._backend.init(list(items), call_number)
         finally:
             with self._lock:
                 for name, _ in items:

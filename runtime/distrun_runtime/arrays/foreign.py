@@ -584,6 +584,12 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_torch_dtype(dtype: object) -> bool:
+    """Tell whether it is an element type of torch's."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dtype, torch.dtype)
+
+
 def _tensor_values(tensor: Any) -> Array:
     try:
         return tensor_memory(tensor)
@@ -607,6 +613,14 @@ def tensor_memory(tensor: Any) -> Array:
         return halves.view(dtypes.BFLOAT16)
     array: Array = plain.numpy()
     return array
+
+
+def tensor_over(array: Array) -> Any:
+    """Return a torch tensor in the memory of an array of a dtype that torch has."""
+    torch = sys.modules["torch"]
+    if array.dtype == dtypes.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def own_bfloat16(array: Array) -> Array:

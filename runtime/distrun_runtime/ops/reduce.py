@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType, widen, work_dtype
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of, readable
 from distrun_runtime.contract.dataclass import dataclass
@@ -204,11 +204,16 @@ def _read_on(device: Device, payload: Buffer, length: int, dtype: DType, how: Ho
     return Dense(scaled(codecs.from_floats(decoded, work_dtype(dtype)), how.scale), is_own=True)
 
 
+OPS = ("sum", "min", "max")
+"""What contributions become, element by element."""
+
+
 @dataclass
 class Sum:
-    """Adds up contributions, in the order in which they come."""
+    """Adds up contributions, in the order in which they come; or has their minimum or maximum (`OPS`)."""
 
     row_size: int = 0
+    op: str = "sum"
     dense: Dense | None = None
     parts: list[Rows] = field(default_factory=list)
 
@@ -218,6 +223,10 @@ class Sum:
             self.parts.append(given)
         elif self.dense is None:
             self.dense = given
+        elif self.op != "sum":
+            # GPUs only add: it is rare enough to be done on the host.
+            pair = on_host(self.dense.values), on_host(given.values)
+            self.dense = Dense((np.minimum if self.op == "min" else np.maximum)(*pair), is_own=True)
         else:
             present = out = self.dense.values
             if not self.dense.is_own:

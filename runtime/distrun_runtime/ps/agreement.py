@@ -256,6 +256,9 @@ def _records_differ(one: Call, other: Call) -> str:
             assert record is not None
             declares = f"worker-{has.rank} declares key {record['key']!r} ({describe(record)})"
             return f"{declares}, worker-{lacks.rank} does not"
+        if left != right and (left.get("call") or right.get("call")):
+            here = f"worker-{one.rank} calls {describe(left)} where worker-{other.rank} calls {describe(right)}"
+            return f"{here}; {SAME_CALLS}"
         if left != right:
             fix = "" if left.get("label") == right.get("label") else "; " + SAME_ORDER
             has_one = f"worker-{one.rank} has {describe(left)}"
@@ -263,6 +266,7 @@ def _records_differ(one: Call, other: Call) -> str:
     return ""
 
 
+SAME_CALLS = "fix: make the same collective calls in the same order on all workers, with equal shapes and dtypes"
 SAME_ORDER = (
     "fix: give the parameters in the same order on all workers; a dict of parameters is taken in the order of its names"
 )
@@ -274,6 +278,8 @@ def describe(record: Mapping[str, Any]) -> str:
     A label comes first: `parameter 'fc.weight' of shape (2, 3) float32`.
     """
     label = f"{record['label']} of " if record.get("label") else ""
+    if record.get("call"):
+        label = f"{record['call']} of "
     more = [record["stype"]] if record.get("stype", "default") != "default" else []
     more += [f"codec {record['codec']}"] if record.get("codec") else []
     return ", ".join([f"{label}shape {tuple(record['shape'])} {record['dtype']}", *more])
@@ -296,7 +302,8 @@ _VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states
 # Keys
 
 Record = Mapping[str, Any]
-"""What a worker declares of a key: key, shape, dtype, stype, codec, and a label if it has one."""
+"""What a worker declares of a key: key, shape, dtype, stype, codec, a label if it has one, call and op if it is for a
+collective call."""
 
 
 def _side_by_side(sizes: Sequence[int], servers: Sequence[int]) -> list[int]:
@@ -455,6 +462,8 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in dtypes.NAMES,
     "stype": lambda value: value is None or isinstance(value, str),
     "label": lambda value: value is None or isinstance(value, str),
+    "call": lambda value: value is None or isinstance(value, str),
+    "op": lambda value: value in (None, "sum", "min", "max"),
 }
 """What the members of a record must be."""
 

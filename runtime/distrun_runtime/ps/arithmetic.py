@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, is_on_host, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -22,11 +22,11 @@ from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import NormRule
-from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled, spread, widened
+from distrun_runtime.ops.reduce import OPS, Contribution, Dense, How, Sum, read, scaled, spread, widened
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
 from distrun_runtime.ps import checks, role
-from distrun_runtime.ps.shards import SYNC, Failure, Turn
+from distrun_runtime.ps.shards import SYNC, Failure, Store, Turn
 from distrun_runtime.ps.values import Layout, LayoutRuns, OpenUpdate, PushedValues, Round, ShardSet, Values
 
 SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
@@ -57,7 +57,10 @@ def given_by(values: Values, batch: role.Batch) -> list[tuple[int, PushedValues]
     entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
     for code, shards, at in codes:
         mine = list(entries) if at is None else [entries[place] for place in at.tolist()]
-        parts = [_elements(values, frames[number] or b"", code, batch.how.scale) for number in mine]
+        sizes = batch.entries["length"] * np.uint64(DTYPES[code].itemsize)
+        # Without a frame, as in a declaration, they are zeros.
+        given_of = (bytes(sizes[number]) if frames[number] is None else frames[number] for number in mine)
+        parts = [_elements(values, cast(Buffer, frame), code, batch.how.scale) for frame in given_of]
         alone = runs(values.at[shards], values.store.length[shards], range(1, len(shards)))
         given.append((code, PushedValues(shards, alone, parts)))
     return given
@@ -125,6 +128,9 @@ def add(values: Values, what: role.Add) -> None:
             for shard, contribution in contributions(values, batch):
                 of.by_rank.setdefault(shard, []).append((what.rank, contribution))
                 of.where[shard] = SUM_BY_SHARD
+        elif values.store.op[batch.shards].any():
+            for shard, contribution in contributions(values, batch):
+                _sum_of(values, of, shard).add(contribution)
         elif is_plain(batch):
             for code, given in given_by(values, batch):
                 add_given(values, of, code, given)
@@ -311,7 +317,7 @@ def _sum_of(values: Values, of: Round, shard: int) -> Sum:
     """Return the sum of one shard's round, as one that goes by shard from now on."""
     total = of.by_shard.get(shard)
     if total is None:
-        total = of.by_shard[shard] = Sum(int(values.store.row_size[shard]))
+        total = of.by_shard[shard] = Sum(int(values.store.row_size[shard]), OPS[values.store.op[shard]])
         where = int(of.where[shard])
         code = int(values.store.dtype[shard])
         if where > 0:
@@ -323,11 +329,11 @@ def _sum_of(values: Values, of: Round, shard: int) -> Sum:
     return total
 
 
-def total_of(of: Round, shard: int, row_size: int) -> Contribution:
+def total_of(of: Round, shard: int, store: Store) -> Contribution:
     """Return the sum of a shard that goes by itself; of a deterministic store in the order of ranks."""
     if shard not in of.by_rank:
         return of.by_shard[shard].total()
-    total = Sum(row_size)
+    total = Sum(int(store.row_size[shard]), OPS[store.op[shard]])
     for _, contribution in sorted(of.by_rank[shard], key=lambda pair: pair[0]):
         total.add(contribution)
     return total.total()
@@ -372,7 +378,8 @@ def apply(values: Values, what: role.Apply) -> UpdateResult:
         elif not what.skip:
             values.note_writes(what.shards)
             last = what.last
-            if last is not None and (values.store.is_deterministic or not is_plain(last)):
+            is_special = values.store.is_deterministic or values.store.op[what.shards].any()
+            if last is not None and (is_special or not is_plain(last)):
                 add(values, role.Add(what.rank, what.round, last))
                 last = None
             givens = {} if last is None else dict(given_by(values, last))
@@ -400,7 +407,7 @@ def _apply_some(
         if given is not None:
             add_given(values, of, code, given)
         for shard in shards.tolist():
-            total = total_of(of, shard, int(values.store.row_size[shard]))
+            total = total_of(of, shard, values.store)
             _update_alone(values, shard, total, (SYNC, number), result)
         return
     whole = [] if given is None else [given]
@@ -649,7 +656,8 @@ def _update_alone(values: Values, shard: int, given: Contribution, turn: tuple[i
                 result.squares[shard] = squares
             return
         dense = spread(given, int(values.store.length[shard]))
-        values.device.sum([dense.values], values.own(shard, keep=False))
+        is_here = is_on_host(dense.values) == values.is_on_host
+        values.device.sum([dense.values if is_here else values.device.put(dense.values)], values.own(shard, keep=False))
     except Exception as err:
         # A user's rule may raise anything.
         result.failed[shard] = (err, traceback.format_exc())

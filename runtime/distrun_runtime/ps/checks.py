@@ -15,7 +15,7 @@ from distrun_runtime.arrays.dtypes import Array, Buffer, is_float, name_of
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
-from distrun_runtime.ops.reduce import PLAIN, How
+from distrun_runtime.ops.reduce import OPS, PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, payloads_of, rows_of
 from distrun_runtime.ps.shards import Store
 
@@ -36,7 +36,7 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
     seen: set[tuple[int, int]] = set()
     for entry, shard in zip(rows_of(message.entries), shards.tolist(), strict=True):
         name, place = store.name(entry.key), (entry.key, entry.offset)
-        if entry.payload == Payload.NONE or entry.codec:
+        if (entry.payload == Payload.NONE) != bool(is_new and message.body.get("zeros")) or entry.codec:
             return f"key {name!r}: INIT without a value"
         if is_new and (shard >= 0 or place in seen):
             return f"key {name!r} was initialised before"
@@ -45,6 +45,9 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
         if not is_new and (wrong := _size(store, shard, entry, "the server")):
             return wrong
         shape_of(message, entry)  # raises here, where nothing has changed yet
+        op = message.body.get("ops", {}).get(str(entry.key), "sum")
+        if op not in OPS:
+            return f"key {name!r}: no operation {op!r:.80}; known are {', '.join(OPS)}"
         width = row_size_of(message, entry)
         if width < 0 or (width and (entry.offset % width or entry.length % width)):
             return f"key {name!r}: {entry.length} elements from {entry.offset} on are not whole rows of {width}"
@@ -90,6 +93,8 @@ def against(
         return f"a contribution is scaled by a finite number, not by {scale!r:.80}"
     is_push = message.kind is not Kind.PULL
     skips = is_push and "skip" in message.body
+    # One that contributes nothing to a round, and wants to know what comes of it.
+    brings = is_push and not skips and not (message.kind is Kind.PUSHPULL and not message.payloads)
     if skips and not isinstance(message.body["skip"], Mapping):
         return f"a skipped round has a note that is an object, not {message.body['skip']!r:.80}"
     if skips and not store.is_sync:
@@ -98,12 +103,12 @@ def against(
     no_object = ""
     if not isinstance(message.body.get("codec", {}), Mapping):
         no_object = _NO_OBJECT.format(message.body["codec"])
-    if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, is_push and not skips, is_push)):
+    if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, brings, is_push)):
         return no_object
-    if is_push and not skips and _is_usual_encoded(store, message, entries, shards):
+    if brings and _is_usual_encoded(store, message, entries, shards):
         return no_object
-    seen = set()
-    usual = (Payload.FRAME, Payload.PACKED) if is_push and not skips else (Payload.NONE,)
+    seen, is_empty = set(), is_push and not brings
+    usual = (Payload.FRAME, Payload.PACKED) if brings else (Payload.NONE,)
     frames = payloads_of(entries, message.payloads)
     for entry, shard, payload in zip(rows_of(entries), shards.tolist(), frames, strict=True):
         name = store.name(entry.key)
@@ -112,9 +117,11 @@ def against(
         if is_push and shard in seen:
             return f"key {name!r}, offset {entry.offset}: twice in one push"
         seen.add(shard)
-        if skips and (entry.codec or entry.payload not in usual):
-            return f"key {name!r}: a skipped round brings no value"
-        wrong = _size(store, shard, entry, server) or ("" if skips else _codec(store, shard, message, entry, payload))
+        if is_empty and (entry.codec or entry.payload not in usual):
+            return f"key {name!r}: {'a skipped round' if skips else 'an empty contribution'} brings no value"
+        wrong = _size(store, shard, entry, server)
+        if not wrong and not is_empty:
+            wrong = _codec(store, shard, message, entry, payload)
         dtype = DTYPES[int(store.dtype[shard])]
         if not wrong and scale != 1 and not is_float(dtype):
             wrong = f"key {name!r}: only float values are scaled, not {name_of(dtype)}"

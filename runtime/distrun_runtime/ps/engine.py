@@ -379,7 +379,10 @@ class WorkEngine:
             rows_of(message.entries), payloads_of(message.entries, message.payloads), strict=True
         ):
             try:
-                weight = self._device.elements(payload or b"", DTYPES[entry.dtype])
+                dtype = DTYPES[entry.dtype]
+                weight = self._device.elements(
+                    bytes(entry.length * dtype.itemsize) if payload is None else payload, dtype
+                )
                 rule.check(weight.dtype)
                 if rule.name not in rules.RULES:
                     rule.new_state(weight)

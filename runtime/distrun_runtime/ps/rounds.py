@@ -84,6 +84,7 @@ class Rounds:
         store, shards = batch.store, batch.shards
         rounds = batch.entries["round"].astype(np.int64)
         skip = batch.message.body.get("skip")
+        is_empty = batch.message.kind is Kind.PUSHPULL and not batch.message.payloads
         actions = self._pulls.before_push(link, ranks[0] if first < 0 else first, store, shards)
         taken = np.zeros(len(shards), np.bool_)
         for rank in ranks:
@@ -94,7 +95,9 @@ class Rounds:
         if not len(batch.shards):
             return actions
         for number, some in by_round(batch, rounds):
-            if skip is None:
+            if is_empty:
+                actions += self._complete(store, some.shards)
+            elif skip is None:
                 actions += self._contribute(ranks[0], number, some)
             else:
                 for shard in some.shards.tolist():

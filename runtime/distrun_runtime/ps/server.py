@@ -26,6 +26,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
+from distrun_runtime.ops.reduce import OPS
 from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
     GROUP_STORES,
@@ -659,6 +660,8 @@ class Server:
             for each in rows
         ]
         batch = role.Batch(store, store.add(new), message, message.entries)
+        ops = message.body.get("ops", {})
+        store.op[batch.shards] = [OPS.index(ops.get(str(each.key), "sum")) for each in rows]
         store.is_sync = "async" not in str(message.body.get("type", ""))
         store.on_devices = bool(message.body.get("on_devices"))
         store.is_deterministic = bool(message.body.get("deterministic"))

@@ -63,7 +63,7 @@ class Store:
 
     _FLAT = (
         *("key", "offset", "length", "dtype", "row_size", "done", "ordered", "skips", "updates", "fresh", "halfway"),
-        *("slow", "progress"),
+        *("slow", "progress", "op"),
     )
 
     def __init__(self, number: int, workers: int, server: int = 0, members: Membership | None = None) -> None:
@@ -100,6 +100,8 @@ class Store:
         integers = np.zeros(0, np.int64)
         self.key = self.offset = self.length = self.row_size = integers
         self.dtype = np.zeros(0, np.uint8)
+        self.op = np.zeros(0, np.uint8)
+        """What becomes of contributions: the place in `reduce.OPS`."""
         self.done = self.ordered = integers
         """Rounds that are over: applied, failed or skipped (in async the farthest worker's pushes; in a relay the round
         of the value, -1: it has none); and rounds whose Apply was ordered."""

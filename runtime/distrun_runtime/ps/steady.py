@@ -232,7 +232,7 @@ class Steady:
         sizes = [memoryview(frame).nbytes for frame in frames[2:]]
         is_whole = not any(size % DTYPES[entries["dtype"][0]].itemsize for size in sizes)
         is_fit = is_alike and is_packed and is_whole and bool(sizes) == (message.kind is not Kind.PULL)
-        if not is_fit or store.row_size[batch.shards].any():
+        if not is_fit or store.row_size[batch.shards].any() or store.op[batch.shards].any():
             return None
         of = self._shard_set(values, batch.shards, sizes)
         if not of.size:

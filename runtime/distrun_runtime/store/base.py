@@ -27,7 +27,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store.keys import TYPES, Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
-from distrun_runtime.store.values import Value, apart
+from distrun_runtime.store.values import First, Value, apart
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -257,10 +257,11 @@ class StoreBackend(Protocol):
         """Take the next place in the order of collective calls; `init` and `assign` get it."""
         return 0
 
-    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
-        """Store a copy of each value (a RowSparse makes the key row-sparse); return the records, in that order.
+    def init(self, items: list[tuple[Key, First]], call_number: int) -> list[KeyRecord]:
+        """Store a copy of each value; return the records, in that order.
 
-        Waits for all workers. May be called by a thread of the store's own, while other calls are made.
+        A RowSparse makes the key row-sparse; Zeros do not travel. Waits for all workers. May be called by a thread of
+        the store's own, while other calls are made.
         """
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
@@ -322,6 +323,10 @@ class StoreBackend(Protocol):
             given, outs: for each key an array or a list of arrays; nothing is known of them.
         """
         return None
+
+    def take_part(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
+        """Contribute nothing to the next round of dense keys, and write what the others push into the outputs."""
+        return self.pull(keys, outs, call)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

@@ -39,13 +39,13 @@ from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
+from distrun_runtime.store.keys import Key, KeyRecord, Zeros, begun, canonical, is_async, named, on_devices
 from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.plans import CallPlan, CallPlans, PlannedCall
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
-from distrun_runtime.store.values import RowSparse, Value
+from distrun_runtime.store.values import First, RowSparse, Value
 
 # Declaring keys: all workers say what they have, the scheduler compares, rank 0's values go to the servers.
 
@@ -58,7 +58,7 @@ def declare(
     link: StoreLink,
     what: str,
     number: int,
-    items: Sequence[tuple[Key, Value]],
+    items: Sequence[tuple[Key, First]],
     compressor: Compressor,
     *,
     labels: Mapping[Key, str],
@@ -98,7 +98,7 @@ def fill(
     link: StoreLink,
     what: str,
     number: int,
-    placed: Sequence[tuple[KeyRecord, tuple[Shard, ...], Value]],
+    placed: Sequence[tuple[KeyRecord, tuple[Shard, ...], First]],
     facts: dict[str, Any],
 ) -> None:
     """Send rank 0's values to the servers, and tell the scheduler when they are there.
@@ -112,7 +112,10 @@ def fill(
     error = f"worker-{link.node.rank} was interrupted before the servers had the values"
     try:
         records = [record for record, _, _ in placed]
+        # Zeros do not travel: all are, or none.
+        is_blank = any(isinstance(value, Zeros) for _, _, value in placed)
         values = [value.to_dense() if isinstance(value, RowSparse) else value for _, _, value in placed]
+        payload = Payload.NONE if is_blank else Payload.PACKED
         route = Route.of([shards for _, shards, _ in placed], [record.shape for record in records])
         rounds = np.zeros(len(placed), np.int64)
         messages = []
@@ -122,9 +125,9 @@ def fill(
                 Kind.INIT,
                 store=link.store,
                 epoch=link.epoch,
-                entries=portion.entries_at(rounds, Payload.PACKED),
-                body={**facts, **_facts_of(numbered)},
-                payloads=portion.gather(values, lent=True),
+                entries=portion.entries_at(rounds, payload),
+                body={**facts, **_facts_of(numbered), **({"zeros": True} if is_blank else {})},
+                payloads=() if is_blank else portion.gather(cast("list[Array]", values), lent=True),
             )
             messages.append((portion.link, message))
         link.ask(what, messages).wait(link.limit_s)
@@ -192,10 +195,12 @@ def _compression(setting: Compression | None) -> str:
 def _facts_of(records: Mapping[int, KeyRecord]) -> dict[str, Any]:
     """Return what a server has to know of the keys of a message, by their numbers."""
     rows = {str(number): record.row_size for number, record in records.items() if record.is_sparse}
+    ops = {str(number): record.op for number, record in records.items() if record.op != "sum"}
     return {
         "names": [[number, record.key] for number, record in records.items()],
         "shapes": {str(number): list(record.shape) for number, record in records.items()},
         **({"rows": rows} if rows else {}),
+        **({"ops": ops} if ops else {}),
     }
 
 
@@ -331,7 +336,8 @@ class DistBackend(StoreBackend):
 
     def companion(self) -> DistBackend:
         """Return another store of the same workers, with rounds and without a rule. All of them call it."""
-        return DistBackend("dist_sync", self._node, group=self._group)
+        kind = "dist_device_sync" if on_devices(self.type) else "dist_sync"
+        return DistBackend(kind, self._node, deterministic="deterministic" in self._facts, group=self._group)
 
     # Data
 
@@ -344,8 +350,8 @@ class DistBackend(StoreBackend):
     def reserve(self) -> int:
         return self._link.next_call()
 
-    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
-        what = f"init of {named((key for key, _ in items))}"
+    def init(self, items: list[tuple[Key, First]], call_number: int) -> list[KeyRecord]:
+        what = begun(items)
         number, placed = declare(self._link, what, call_number, items, self._compressor, labels=self._labels)
         with self._lock:
             for record, shards in placed:
@@ -448,6 +454,15 @@ class DistBackend(StoreBackend):
                 return sent
             push = self._push_now(keys, values, call)
             return Both(f"pushpull of {keys.named}", push, self._pull_now(keys, outs, call, own=True))
+
+    def take_part(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
+        with self._lock, self._link.span("take_part", keys=len(keys.records)):
+            self.lifetime.check()
+            self._begin()
+            self._flush()
+            request, taking = self._transfers.take_part(f"the next round of {keys.named}", keys, call)
+            request.then(self._answered)
+            return SentCall(request, self._link, self.lifetime.late, partial(taking, outs, True), is_watched=True)
 
     def _begin(self) -> None:
         """Begin a call that is not the pull of what was just pushed. Call with the lock held."""

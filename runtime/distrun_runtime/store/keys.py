@@ -34,6 +34,21 @@ class Shaped(Protocol):
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """The first value of a declared key, which does not travel: zeros of a shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    op: str = "sum"
+    call: str = ""
+    """These two as in `KeyRecord`."""
+
+    def to_dense(self) -> np.ndarray[Any, Any]:
+        """Return the whole value as a new array."""
+        return np.zeros(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
 class KeyRecord:
     """What a store knows of one key since its `init`."""
 
@@ -46,13 +61,18 @@ class KeyRecord:
     """Elements."""
     stype: str = DENSE
     """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
+    op: str = "sum"
+    """What the contributions of a round become: their `sum`, or element by element their `min` or `max`."""
+    call: str = ""
+    """The collective call that the key is for (`store.collectives`), for people; workers agree on it. Empty: none."""
 
     @classmethod
     def of(cls, key: Key, index: int, value: Shaped) -> KeyRecord:
         """Return the record of a value; one whose `stype` says so, a RowSparse, makes the key row-sparse."""
         stype = getattr(value, "stype", DENSE)
         size = math.prod(value.shape)
-        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=size, stype=stype)
+        op, call = (value.op, value.call) if isinstance(value, Zeros) else ("sum", "")
+        return cls(key, index, value.shape, value.dtype, size, stype, op, call)
 
     @property
     def is_sparse(self) -> bool:
@@ -72,7 +92,8 @@ class KeyRecord:
     def to_json(self) -> dict[str, Any]:
         """Return what workers tell the scheduler of the key."""
         dtype = dtypes.name_of(self.dtype)
-        return {"key": self.key, "shape": list(self.shape), "dtype": dtype, "stype": self.stype}
+        call = {"call": self.call, "op": self.op} if self.call else {}
+        return {"key": self.key, "shape": list(self.shape), "dtype": dtype, "stype": self.stype, **call}
 
     def fit(self, array: Shaped, noun: str) -> None:
         """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
@@ -92,6 +113,13 @@ def named(keys: Iterable[Key], what: str = "key") -> str:
     names = [repr(key) for key in keys]
     shown = ", ".join(names[:3]) + (f", ... ({len(names)} {what}s)" if len(names) > 3 else "")
     return f"{what if len(names) == 1 else what + 's'} {shown}"
+
+
+def begun(items: Iterable[tuple[Key, object]]) -> str:
+    """Return the call that brings keys, for people: the collective one that they are for, else `init`."""
+    pairs = list(items)
+    calls = [value.call for _, value in pairs if isinstance(value, Zeros) and value.call]
+    return calls[0] if calls else f"init of {named(key for key, _ in pairs)}"
 
 
 def twice(key: Key, record: KeyRecord | None) -> str:

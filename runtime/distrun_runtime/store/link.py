@@ -337,7 +337,10 @@ def is_added_on_hosts(facts: Mapping[str, Any], record: KeyRecord) -> bool:
     Arguments:
         facts: what servers know of the store.
     """
-    if "async" in facts["type"] or facts.get("deterministic") or record.is_sparse:
+    is_reduced = not record.call or record.call.startswith("allreduce")
+    if "async" in facts["type"] or facts.get("deterministic") or record.is_sparse or not is_reduced:
+        return False
+    if record.op != "sum":
         return False
     return work_dtype(record.dtype) == record.dtype  # A part of a sum of 16-bit floats would be rounded.
 

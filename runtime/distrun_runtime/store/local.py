@@ -19,10 +19,10 @@ from distrun_runtime.ps import trace
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, on_devices
+from distrun_runtime.store.keys import Key, KeyRecord, Zeros, on_devices
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
-from distrun_runtime.store.values import RowSparse, Value
+from distrun_runtime.store.values import First, RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
 if TYPE_CHECKING:  # Most processes use no GPU.
@@ -71,14 +71,15 @@ class LocalBackend(StoreBackend):
     def label(self, labels: Mapping[Key, str]) -> None:
         """Do nothing: no other worker has names for keys."""
 
-    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
+    def init(self, items: list[tuple[Key, First]], call_number: int) -> list[KeyRecord]:
         with self._open():
             first = len(self._weights.kept)
             records = [
                 KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
-            self._weights.add([(record, value) for record, (_, value) in zip(records, items, strict=True)])
+            values = [value.to_dense() if isinstance(value, Zeros) else value for _, value in items]
+            self._weights.add(list(zip(records, values, strict=True)))
             return records
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:

@@ -349,6 +349,13 @@ class Transfers:
         self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
         return notes
 
+    def take_part(self, what: str, keys: Selection, call: CallOptions) -> tuple[Request, Taking]:
+        """Contribute nothing to the next round of keys, and ask for what comes of it; return as `pushpull`."""
+        route = self._routes(keys).plain
+        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
+        request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
+        return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
+
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
         """Send that this worker has the next round of keys skipped."""
         route = self._routes(keys).plain

@@ -14,9 +14,10 @@ used (`arrays.gpu_devices`); where host memory is needed it is copied there.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, Union, cast
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.reduce import ascending
-from distrun_runtime.store.keys import ROW_SPARSE, Key, KeyRecord
+from distrun_runtime.store.keys import ROW_SPARSE, Key, KeyRecord, Zeros
 
 # Row-sparse values, and the row pulls of row-sparse keys.
 #
@@ -314,6 +315,9 @@ def _shape(value: object) -> tuple[int, ...]:
 Value = Union[DeviceArray, RowSparse]
 """What is given for one key from one device."""
 
+First = Union[Value, Zeros]
+"""The first value of a key."""
+
 Output = Union[Array, RowSparse]
 """What a row pull writes to."""
 
@@ -389,13 +393,70 @@ def contributions(key: object, value: object, *, on_host: bool = False) -> list[
     ]
 
 
-def initial(key: object, value: object) -> list[tuple[Key, Value]]:
+def declared(key: object, shape: object, dtype: object) -> list[tuple[Key, Zeros]]:
+    """Return each key with the shape and dtype that it is declared with.
+
+    Arguments:
+        shape: for all keys; or, for a list of keys, a list of as many.
+        dtype: by name or as numpy's or torch's; likewise.
+
+    Raises:
+        KVError: a key of another kind or given twice, no shape, no such dtype; or not as many as keys.
+    """
+    names = keys_of(key)
+    is_list = isinstance(key, Sequence) and not isinstance(key, NO_LISTS)
+    if is_list and len(names) < len(cast("Sequence[object]", key)):
+        raise KVError("declare: each key once")
+    has_each = isinstance(shape, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in shape)
+    shapes = list(cast("Sequence[object]", shape)) if is_list and has_each else [shape] * len(names)
+    kinds = list(dtype) if is_list and isinstance(dtype, (list, tuple)) else [dtype] * len(names)
+    if not len(shapes) == len(kinds) == len(names):
+        raise KVError(f"declare: {len(names)} keys, {len(shapes)} shapes and {len(kinds)} dtypes; expected as many")
+    found = []
+    for name, sides, kind in zip(names, shapes, kinds, strict=True):
+        found.append((name, Zeros(shape_of(sides, f"key {name!r}"), dtype_of(kind, f"key {name!r}"))))
+    return found
+
+
+def shape_of(shape: object, what: str) -> tuple[int, ...]:
+    """Return the shape of an array; a whole number is that of one dimension.
+
+    Raises:
+        KVError: it is none; `what` is whose.
+    """
+    try:
+        sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(cast(Any, shape))
+        found = tuple(operator.index(side) for side in sides)
+    except TypeError:
+        found = (-1,)
+    if any(side < 0 for side in found):
+        raise KVError(f"{what}: shape {shape!r:.80}: expected whole numbers from 0, such as (2, 3)")
+    return found
+
+
+def dtype_of(dtype: object, what: str) -> DType:
+    """Return an element type that a store holds, given by its name, or as numpy's or torch's.
+
+    Raises:
+        KVError: there is none; `what` is whose.
+    """
+    name = str(dtype).removeprefix("torch.") if foreign.is_torch_dtype(dtype) else dtype
+    try:
+        kind = dtypes.parse(name) if isinstance(name, str) else np.dtype(cast(Any, name))
+    except (TypeError, ValueError) as err:
+        raise KVError(f"{what}: {err}") from None
+    if dtypes.name_of(kind) not in dtypes.NAMES:
+        raise KVError(f"{what}: no element type {kind}; known are {', '.join(dtypes.NAMES)}")
+    return kind
+
+
+def initial(key: object, value: object) -> list[tuple[Key, First]]:
     """Return each key with its one value, in the host's memory.
 
     Raises:
         KVError: as `contributions`; a key given twice, or with several values.
     """
-    result = []
+    result: list[tuple[Key, First]] = []
     for name, arrays in contributions(key, value, on_host=True):
         if len(arrays) != 1:
             raise KVError(

@@ -1,0 +1,310 @@
+"""Collective calls without keys: every worker gives arrays, and every worker gets what comes of all of them.
+
+They go through a store of the same workers, with rounds and without a rule (`KVStore.companion`), so that the user's
+keys, rule, compression and saved states play no part. Calls of one kind - the same operation on arrays of the same
+shapes and dtypes - share keys there, which the first of them declares. Each call is a round of these keys:
+
+* allreduce: a key for each array. A call is a `pushpull`.
+* broadcast: a key for each array. The root pushes; the others contribute nothing and receive the round (`take_part`).
+* allgather: a key for each array of each worker. A worker pushes its own and receives those of the others.
+* reduce_scatter: a key for each worker's part of each array. A worker pushes the parts of the others, and its own by a
+  `pushpull`.
+
+So a byte goes to the servers once, and once to each worker that wants it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from distrun_runtime.arrays import dtypes, foreign
+from distrun_runtime.arrays.device import is_on_host
+from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.keys import Key, Zeros
+from distrun_runtime.store.pending import CompletedCall, Pending
+from distrun_runtime.store.values import array_of, output_of
+
+OPS = ("sum", "mean", "min", "max")
+BOOL: DType = np.dtype(np.bool_)
+
+
+class RoundsStore(Protocol):
+    """What the calls need of the store that they go through: see KVStore."""
+
+    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending: ...  # noqa: D102
+
+    def push(self, key: Any, value: object, *, scale: float = 1.0) -> Pending: ...  # noqa: D102
+
+    def pushpull(  # noqa: D102
+        self, key: Any, value: object, out: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0
+    ) -> Pending: ...
+
+    def take_part(self, key: Any, out: object, *, wait: bool = True) -> Pending: ...  # noqa: D102
+
+
+class _Given(NamedTuple):
+    """An array of a script's."""
+
+    array: Any
+    """What the store is given: a numpy array in the same memory, or the array on a GPU; of bool as uint8."""
+    shape: tuple[int, ...]
+    dtype: DType
+    source: Any
+    """The array as the script gave it."""
+
+    @property
+    def stored(self) -> DType:
+        """The dtype of keys for it."""
+        return np.dtype(np.uint8) if self.dtype == BOOL else self.dtype
+
+    def __str__(self) -> str:
+        return f"shape {self.shape} and dtype {dtypes.name_of(self.dtype)}"
+
+
+class _Call:
+    """A call with its arrays, in one form.
+
+    Arguments:
+        what: the call, for people.
+        value, out, wait: as they were given.
+        shape_of: from the shape of an array to that of its result.
+
+    Raises:
+        KVError: an array cannot be used, or the outputs do not fit.
+    """
+
+    def __init__(
+        self, what: str, value: object, out: object, wait: bool, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]
+    ) -> None:
+        self.what, self._wait = what, wait
+        is_list = isinstance(value, (list, tuple))
+        self.given = [_given(what, each) for each in _listed(value)]
+        if out is None and not wait:
+            raise KVError(f"{what}: with wait=False it needs out, such as out=value, for its result")
+        if out is not None and is_list != isinstance(out, (list, tuple)):
+            raise KVError(f"{what}: value and out are both an array, or both a list of arrays")
+        self.result: Any = out
+        if out is None:
+            made = [_new(each, shape_of(each.shape)) for each in self.given]
+            self.result = made if is_list else made[0]
+        self.outs = [_given(f"{what}: out", each, is_output=True) for each in _listed(self.result)]
+        if len(self.outs) != len(self.given):
+            raise KVError(f"{what}: {len(self.given)} arrays and {len(self.outs)} outputs; expected as many")
+        for number, (each, to) in enumerate(zip(self.given, self.outs, strict=True)):
+            expected = each._replace(shape=shape_of(each.shape))
+            if (to.shape, to.dtype) != (expected.shape, expected.dtype):
+                which = f"output {number}" if is_list else "out"
+                raise KVError(f"{what}: {which} has {to}, expected {expected}")
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays that are given to the store."""
+        return [each.array for each in self.given]
+
+    @property
+    def targets(self) -> list[Any]:
+        """The outputs that are given to the store."""
+        return [each.array for each in self.outs]
+
+    def zeros(self, op: str = "sum", times: int = 1, parts: int = 0) -> list[Zeros]:
+        """Return what keys for the arrays are declared with, so many times.
+
+        Arguments:
+            op: what becomes of the contributions.
+            parts: how many sides of the shapes are left out.
+
+        Raises:
+            KVError: no such operation, or it is not for this dtype.
+        """
+        if op not in OPS:
+            raise KVError(f"{self.what}: no operation {op!r:.60}; known are {', '.join(OPS)}")
+        for each in self.given:
+            if op == "mean" and not dtypes.is_float(each.dtype):
+                raise KVError(f"{self.what}: a mean is of floats, not of {each.dtype}; fix: op='sum', or give floats")
+        # Of bools the sum is whether any is true, as numpy has it.
+        ops = ["sum" if op == "mean" else "max" if (op, each.dtype) == ("sum", BOOL) else op for each in self.given]
+        return [
+            Zeros(each.shape[parts:], each.stored, its, self.what) for each, its in zip(self.given, ops, strict=True)
+        ] * times
+
+    def copied(self) -> CompletedCall:
+        """Write the arrays to the outputs."""
+        _copy(self.arrays, self.targets)
+        return CompletedCall(self.what)
+
+    def made(self, pending: Pending) -> Any:
+        """Return what the script is given: the result, or what becomes of the call."""
+        if not self._wait:
+            return pending
+        if not pending.is_done:
+            try:
+                pending.wait()
+            except BaseException:
+                if not pending.is_done:
+                    pending.left_waiting()
+                raise
+        else:
+            pending.wait()
+        return self.result
+
+
+class _Kind:
+    """Calls that share keys."""
+
+    def __init__(self, number: int, items: Sequence[Zeros]) -> None:
+        self.number = number
+        self.keys: list[Any] = [f"collective call {number}, array {place}" for place in range(len(items))]
+        self.items: list[tuple[Key, Zeros]] = list(zip(self.keys, items, strict=True))
+        self.lock = threading.Lock()
+        """Held while the keys are declared."""
+        self.is_declared = False
+
+
+class Collectives:
+    """The collective calls of one store; the methods are those of KVStore.
+
+    Threads: any; each worker makes the calls of one kind in the same order. The first call of a kind waits for the
+    other workers, also with wait=False.
+
+    Arguments:
+        rounds: the store that they go through; None: there is one worker.
+    """
+
+    def __init__(self, rank: int, workers: int, rounds: RoundsStore | None) -> None:
+        self._rank, self._workers, self._rounds = rank, workers, rounds
+        self._lock = threading.Lock()
+        """Held while a call is begun that takes several steps, so that all its keys have the same rounds."""
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._count = 0
+        """How many there were."""
+
+    def allreduce(self, value: object, out: object, op: str, wait: bool) -> Any:
+        """See KVStore."""
+        call = _Call(f"allreduce(op={op!r})", value, out, wait, lambda shape: shape)
+        zeros, rounds = call.zeros(op), self._rounds
+        if rounds is None or not zeros:
+            return call.made(call.copied())
+        keys, scale = self._keys(zeros), self._scale(op)
+        return call.made(rounds.pushpull(keys, call.arrays, call.targets, wait=wait, scale=scale))
+
+    def broadcast(self, value: object, out: object, root: int, wait: bool) -> Any:
+        """See KVStore."""
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self._workers:
+            raise KVError(f"broadcast: root is a rank from 0 to {self._workers - 1}, not {root!r:.60}")
+        call = _Call(f"broadcast(root={root})", value, out, wait, lambda shape: shape)
+        zeros, rounds = call.zeros(), self._rounds
+        if rounds is None or not zeros:
+            return call.made(call.copied())
+        keys = self._keys(zeros)
+        if self._rank != root:
+            return call.made(rounds.take_part(keys, call.targets, wait=wait))
+        rounds.push(keys, call.arrays)
+        return call.made(call.copied())
+
+    def allgather(self, value: object, out: object, wait: bool) -> Any:
+        """See KVStore."""
+        call = _Call("allgather", value, out, wait, lambda shape: (self._workers, *shape))
+        rounds, zeros = self._rounds, call.zeros(times=self._workers)
+        parts = [[to[rank, ...] for to in call.targets] for rank in range(self._workers)]
+        pending: Pending = CompletedCall(call.what)
+        if rounds is not None and zeros:
+            mine, others, keys = self._split(self._keys(zeros), parts)
+            with self._lock:
+                rounds.push(mine, call.arrays)
+                pending = rounds.take_part(keys, others, wait=False)
+        _copy(call.arrays, parts[self._rank])
+        return call.made(pending)
+
+    def reduce_scatter(self, value: object, out: object, op: str, wait: bool) -> Any:
+        """See KVStore."""
+        call = _Call(f"reduce_scatter(op={op!r})", value, out, wait, lambda shape: shape[1:])
+        for each in call.given:
+            if each.shape[:1] != (self._workers,):
+                raise KVError(f"{call.what}: found {each}; expected {self._workers} parts, one for each worker")
+        rounds, zeros = self._rounds, call.zeros(op, self._workers, 1)
+        parts = [[array[rank, ...] for array in call.arrays] for rank in range(self._workers)]
+        if rounds is None or not zeros:
+            _copy(parts[0], call.targets)
+            return call.made(CompletedCall(call.what))
+        mine, others, keys = self._split(self._keys(zeros), parts)
+        scale = self._scale(op)
+        with self._lock:
+            rounds.push(keys, others, scale=scale)
+            return call.made(rounds.pushpull(mine, parts[self._rank], call.targets, wait=False, scale=scale))
+
+    def _scale(self, op: str) -> float:
+        return 1 / self._workers if op == "mean" else 1.0
+
+    def _split(self, keys: list[Any], parts: list[list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the keys of this worker's parts, and the parts of the others with their keys."""
+        each = len(parts[0])
+        first, last = self._rank * each, (self._rank + 1) * each
+        others = [array for rank, its in enumerate(parts) if rank != self._rank for array in its]
+        return keys[first:last], others, [*keys[:first], *keys[last:]]
+
+    def _keys(self, items: Sequence[Zeros]) -> list[Any]:
+        """Return the keys of a kind of calls, declared."""
+        name = tuple(items)
+        kind = self._kinds.get(name)
+        if kind is None:
+            with self._lock:
+                kind = self._kinds.setdefault(name, _Kind(self._count, items))
+                self._count += kind.number == self._count
+        if not kind.is_declared:
+            with kind.lock:
+                if not kind.is_declared:
+                    assert self._rounds is not None
+                    try:
+                        self._rounds.declare_all(kind.items)
+                    except BaseException:
+                        # The others fail, too; the next call of this kind has another number on all workers.
+                        self._kinds.pop(name, None)
+                        raise
+                    kind.is_declared = True
+        return kind.keys
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _given(what: str, value: Any, *, is_output: bool = False) -> _Given:
+    """Return an array in the form in which the store is given it."""
+    if type(value) is np.ndarray and (value.flags.writeable or not is_output) and value.dtype.isnative:
+        array, dtype = value, value.dtype
+        if dtype == BOOL:
+            return _Given(array.view(np.uint8), array.shape, BOOL, value)
+        if dtypes.name_of(dtype) in dtypes.NAMES:
+            return _Given(array, array.shape, dtype, value)
+    is_bool = str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
+    seen = value
+    if is_bool and foreign.is_tensor(value):
+        seen = value.detach().view(sys.modules["torch"].uint8)
+    elif is_bool:
+        seen = value.view(np.uint8) if hasattr(value, "view") else np.asarray(value).view(np.uint8)
+    found = output_of(what, seen) if is_output else array_of(what, seen)
+    return _Given(found if is_on_host(found) else seen, found.shape, BOOL if is_bool else found.dtype, value)
+
+
+def _new(like: _Given, shape: tuple[int, ...]) -> Any:
+    """Return a new array of a shape, of the library and dtype of another one, and where that is."""
+    if foreign.is_tensor(like.source):
+        return like.source.new_empty(shape)
+    if type(like.source).__module__.partition(".")[0] == "cupy":
+        return sys.modules["cupy"].empty(shape, like.source.dtype)
+    return np.empty(shape, like.dtype)
+
+
+def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy arrays to others of the same library."""
+    for source, target in zip(sources, targets, strict=True):
+        if foreign.is_tensor(target):
+            target.copy_(source)
+        elif source is not target:
+            target[...] = source
