@@ -635,14 +635,17 @@ class KVStore(KVStoreBase):
                 self._backend.check(items)
                 borrowed.give_back()
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], of: str = "trainers") -> None:
         """Compare facts by name with those of the other workers, which all call this. For trainers.
+
+        Arguments:
+            of: what has these facts, for the error.
 
         Raises:
             KVError: they differ; names the facts, both workers and both values.
         """
         self._settled()
-        self._backend.agree(facts)
+        self._backend.agree(facts, of)
 
     def reserve(self, why: str) -> None:
         """Let only the next `init` bring keys; later ones are refused, as `why` says. For trainers.

@@ -8,7 +8,9 @@ for x, y in loader:
 """
 
 from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.job import rank, store, world_size
 from distrun_runtime.torch.metrics import all, any, mean
+from distrun_runtime.torch.optimizer import DistributedOptimizer
 from distrun_runtime.torch.sampler import DistributedSampler
 
-__all__ = ["DistributedSampler", "all", "any", "mean", "rank", "store", "world_size"]
+__all__ = ["DistributedOptimizer", "DistributedSampler", "all", "any", "mean", "rank", "store", "world_size"]
