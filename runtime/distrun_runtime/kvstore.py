@@ -552,6 +552,22 @@ class KVStore(KVStoreBase):
         """
         return self._calls().reduce_scatter(value, out, op, wait)
 
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the object that worker `root` gives, on every worker; what the others give does not matter.
+
+        Arguments:
+            value: None, a bool, number, str or bytes, an array of numpy or torch, or a list or dict (with keys of type
+                str) of these, up to 64 MiB and 100 deep. Tuples come as lists, tensors on the host. Nothing is pickled.
+
+        Raises:
+            KVError: on every worker, if there is something else in it.
+        """
+        return self._calls().broadcast_object(value, root)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the objects of all workers, in the order of ranks; `value` as for `broadcast_object`."""
+        return self._calls().allgather_object(value)
+
     def take_part(self, key: Keys, out: object, *, wait: bool = True) -> Pending:
         """Contribute nothing to the next round of keys, and write what the other workers push into `out`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.kvstore import KVStore
+from distrun_runtime.kvstore import KVStore, Pending
+from distrun_runtime.store import objects
+from distrun_runtime.store.pending import BackgroundCall, Late
 
 Run = Callable[..., list[Any]]
 
@@ -81,8 +85,106 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
         return told
 
     for shapes, ops, calls in run(script, 2, 1):
-        for text in (shapes, ops, calls):
-            assert "worker-0" in text and "worker-1" in text, text
-        assert "(3,) float32" in shapes and "(4,) float32" in shapes
-        assert "op='sum'" in ops and "op='max'" in ops
-        assert "allgather" in calls and "allreduce(op='sum')" in calls
+        for text, *words in (
+            (shapes, "(3,) float32", "(4,) float32"),
+            (ops, "op='sum'", "op='max'"),
+            (calls, "allgather", "allreduce"),
+        ):
+            assert all(word in text for word in (*words, "worker-0", "worker-1", "fix: ")), text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_callback_is_called_once_when_the_outputs_are_filled(run: Run, size: int) -> None:
+    def script(kv: KVStore) -> None:
+        kv.declare("a", size)
+        called: queue.SimpleQueue[tuple[Any, float]] = queue.SimpleQueue()
+        values = [own(kv, size) for _ in range(4)]
+        calls = [kv.pushpull("a", values[0], wait=False), kv.allreduce(values[1], values[1], wait=False)]
+        calls += [kv.allgather(values[2], np.empty((2, size), np.float32), wait=False)]
+        calls += [kv.init("b", values[3], wait=False), kv.pull("a", values[3], wait=False)]
+        for call in calls:
+            call.add_done_callback(lambda one: called.put((one, float(values[0][1]))))
+        found = [called.get(timeout=60) for _ in calls]
+        assert sorted(map(id, calls)) == sorted(id(one) for one, _ in found)
+        assert values[0][1] == values[1][1] == values[3][1] == 12
+        calls[0].add_done_callback(lambda one: called.put((one, 0.0)))
+        assert called.get(timeout=60) == (calls[0], 0.0)
+        assert called.empty()
+
+    run(script, 2, 2)
+
+
+def test_a_failed_call_is_told_to_its_callback(capfd: pytest.CaptureFixture[str]) -> None:
+    late, called = Late(), queue.SimpleQueue[str]()
+
+    def told(one: Pending) -> None:
+        with pytest.raises(ValueError, match="no number"):
+            one.wait()
+        called.put("told")
+        raise RuntimeError("of the callback")
+
+    call = BackgroundCall("init", lambda: int("no number"), late)  # type: ignore[arg-type, return-value]
+    call.add_done_callback(told)
+    call.run()
+    call.add_done_callback(lambda one: called.put("later"))
+    assert called.get(timeout=60) == "told"
+    assert called.get(timeout=60) == "later"
+    late.raise_first()
+    assert "of the callback" in capfd.readouterr().err
+
+
+OBJECTS = [
+    None,
+    {"step": 3, "loss": 0.1, "name": "ä\0", "flags": [True, False, None], "empty": [[], {}], "large": 2**70},
+    [np.arange(6, dtype=np.int16).reshape(2, 3), np.array(True), np.zeros((0, 4)), b"\xff\0", ["list", "array"]],
+    {"weights": np.arange(5000.0), "more": b"x" * 3000},
+]
+
+
+def test_objects_come_as_they_were_given_also_of_other_sizes(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        for at, given in enumerate(OBJECTS):
+            found = [kv.broadcast_object(given if kv.rank == at % 2 else object, at % 2)]
+            found += kv.allgather_object(given if kv.rank else None)[1:]
+            for each in found:
+                assert repr(each) == repr(given)
+        assert kv.allgather_object((kv.rank, np.float32(1.5))) == [[0, 1.5], [1, 1.5]]
+
+    run(script, 2, 2)
+
+
+def test_what_is_no_object_is_an_error_of_all_workers_that_says_where_it_is(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        deep: Any = []
+        for _ in range(200):
+            deep = [deep]
+        for given, text in (
+            ({"a": [1, {2}]}, r"value\['a'\]\[1\]: found set"),
+            ({1: 2}, "a str, not int"),
+            (deep, "100"),
+        ):
+            with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
+                kv.allgather_object(given if kv.rank else 5)
+            with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
+                kv.broadcast_object(given if kv.rank else 5, 1)
+        assert kv.allgather_object(kv.rank) == [0, 1]
+
+    run(script, 2, 1)
+
+
+def test_bytes_that_are_no_object_are_refused() -> None:
+    good = objects.encode([1, np.arange(3), b"abc", {"a": None}], "value")
+    assert len(objects.decode(good, "call")) == 4
+    nodes = ['{"a":1}', '["array","float32",[-1],"numpy"]', '["array","O",[1],"numpy"]', '["bytes",99]', '["what",[]]']
+    nodes += [
+        "[" * 100_000,
+        '["list",' * 200 + "1" + "]" * 200,
+        '["dict",[[1,2]]]',
+        '["list",5]',
+        '["bytes",true]',
+        "nan",
+    ]
+    wrong = [struct.pack("<Q", len(text)) + text.encode() + b"0123" for text in nodes]
+    for data in [b"", good[:-1], good + b"x", struct.pack("<Q", 2**63) + good, *wrong]:
+        with pytest.raises(KVError, match="no object"):
+            objects.decode(data, "call")
