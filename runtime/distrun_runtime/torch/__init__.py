@@ -7,10 +7,21 @@ for x, y in loader:
     opt.zero_grad()
 """
 
-from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.checkpoint import resume, save
 from distrun_runtime.torch.job import rank, store, world_size
 from distrun_runtime.torch.metrics import all, any, mean
 from distrun_runtime.torch.optimizer import DistributedOptimizer
 from distrun_runtime.torch.sampler import DistributedSampler
 
-__all__ = ["DistributedOptimizer", "DistributedSampler", "all", "any", "mean", "rank", "store", "world_size"]
+__all__ = [
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "all",
+    "any",
+    "mean",
+    "rank",
+    "resume",
+    "save",
+    "store",
+    "world_size",
+]
