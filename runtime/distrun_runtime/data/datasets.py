@@ -13,7 +13,6 @@ import io
 import math
 import os
 import struct
-import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
 from distrun_runtime.data.recordio import IRHeader, RecordFile, content_of, damaged, is_address, name_of, pack, unpack
-from distrun_runtime.data.sampling import Positions, seed_of, whole
+from distrun_runtime.data.sampling import Positions, loading_process, seed_of, whole
 from distrun_runtime.errors import DataError
 
 if TYPE_CHECKING:
@@ -391,7 +390,10 @@ class ImageRecords:
         self._reads[position] += 1
         # The place in the file: parts of one file, cut by bytes, have positions of their own.
         place = int(self.records.offsets[position])
-        return np.random.default_rng((self._seed, self._epoch, *_loader(), place, count))
+        # A process of a DataLoader is a copy of the one that made the data set: what it counts is soon forgotten.
+        process = loading_process()
+        loaded = (process.index + 1, process.seed) if process.count else (0, 0)
+        return np.random.default_rng((self._seed, self._epoch, *loaded, place, count))
 
     def _example(self, image: Image, position: int) -> NDArray[np.uint8]:
         """Return an image cut to the shape, colours first."""
@@ -411,17 +413,6 @@ class ImageRecords:
             pixels = pixels[:, ::-1]
         planes: NDArray[np.uint8] = pixels.transpose(2, 0, 1)
         return planes
-
-
-def _loader() -> tuple[int, int]:
-    """Return which worker process of a torch DataLoader this is, and the seed of its epoch; zeros if it is none.
-
-    Such a process is a copy of the one that made the data set, new in each epoch: what it counts is soon forgotten.
-    torch gives each a seed, which follows from torch's own (`torch.manual_seed`).
-    """
-    loading = sys.modules.get("torch.utils.data")  # a process of a DataLoader has it
-    info = None if loading is None else loading.get_worker_info()
-    return (0, 0) if info is None else (int(info.id) + 1, int(info.seed) % (1 << 64))
 
 
 def _pillow() -> ModuleType:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Callable, Iterator, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from distrun_runtime.data.sampling import EpochOrder, Epochs, Positions, part, whole
+from distrun_runtime.data.sampling import EpochOrder, Epochs, Positions, loading_process, part, whole
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
 
@@ -94,7 +95,7 @@ class Reader:
     """Batches of a part of a data set: `Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.rank)`.
 
     Each iteration is an epoch, in an order of its own with shuffle, and yields numpy arrays (data, label) with the
-    batch's examples along the first axis.
+    batch's examples along the first axis. Processes of a torch DataLoader that have a copy each share the batches.
 
     Arguments:
         dataset: an `Arrays`, `MNIST`, `CIFAR10`, `ImageRecords`, or an object of yours with `__len__` and `read`.
@@ -189,28 +190,30 @@ class Reader:
         return self._epochs.size or self._batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._epochs)
+        process = loading_process()
+        for positions in islice(self._epochs, process.index, None, process.count or 1):
+            yield self._dataset.read(positions)
 
     def _batches(self) -> int:
         return (self.num_examples + (0 if self._discard else self._batch_size - 1)) // self._batch_size
 
-    def _pass(self) -> Iterator[Batch]:
-        """Yield the part's batches once."""
+    def _pass(self) -> Iterator[Positions]:
+        """Yield the positions of the part's batches once."""
         if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
         size, count = self._batch_size, self._batches() * self._batch_size
-        if isinstance(self._dataset, ReadsAhead):
+        if isinstance(self._dataset, ReadsAhead) and not loading_process().count:
             self._dataset.expect(positions[:count])
         for begin in range(0, count, size):
-            yield self._dataset.read(positions[begin : begin + size])
+            yield positions[begin : begin + size]
 
 
 @dataclass(frozen=True)
 class _Passes:
     """What can be iterated again and again: each time one pass."""
 
-    start: Callable[[], Iterator[Batch]]
+    start: Callable[[], Iterator[Positions]]
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Positions]:
         return self.start()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
+from dataclasses import dataclass
 from typing import Any, Generic, Iterable, Iterator, Protocol, Sequence, TypeVar
 
 import numpy as np
@@ -71,6 +73,26 @@ def which_part(num_parts: int, part_index: int) -> tuple[int, int]:
     return num_parts, part_index
 
 
+@dataclass(frozen=True)
+class LoadingProcess:
+    """A worker process of a torch DataLoader."""
+
+    index: int
+    count: int
+    """How many processes the loader has; 0: this is none of them."""
+    seed: int
+    """A number that they share, which follows from torch's seed; another one in each epoch for which they start."""
+
+
+def loading_process() -> LoadingProcess:
+    """Return which process of a torch DataLoader this is."""
+    loading = sys.modules.get("torch.utils.data")  # a process of a DataLoader has it
+    info = None if loading is None else loading.get_worker_info()
+    if info is None:
+        return LoadingProcess(0, 0, 0)
+    return LoadingProcess(int(info.id), int(info.num_workers), (int(info.seed) - int(info.id)) % (1 << 64))
+
+
 class EpochOrder:
     """The order in which positions are read: as they are, or shuffled anew in each epoch.
 
@@ -98,7 +120,11 @@ class EpochOrder:
             return everything[positions]
         if not self._shuffle:
             return positions
-        return np.random.default_rng((self._seed, epoch)).permutation(positions)
+        # A process of a DataLoader begins anew in each epoch, with the number that this copy of it had then.
+        process = loading_process()
+        return np.random.default_rng((self._seed, epoch, *([process.seed] if process.count else []))).permutation(
+            positions
+        )
 
 
 def seed_of(seed: int | None) -> int:

@@ -84,7 +84,7 @@ def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: 
     plain = {each: array.view(np.uint16) if each in halves else array for each, array in arrays.items()}
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with _replacing(path) as file:
+        with replacing(path) as file:
             np.savez(file, allow_pickle=False, **{MARK: np.array(part)}, **plain)
         return {"bytes": os.path.getsize(path), "bfloat16": halves}
     except (OSError, ValueError) as err:
@@ -213,7 +213,7 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     if wrong := _against_manifest(manifest):
         raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
     try:
-        with _replacing(path) as file:
+        with replacing(path) as file:
             file.write((json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as err:
         raise KVError(f"the manifest {path} cannot be written on host {host}: {err}") from err
@@ -278,7 +278,7 @@ def _path(folder: str, part: str, name: str, host: str) -> str:
 
 
 @contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
+def replacing(path: str) -> Iterator[BinaryIO]:
     """Write a file that takes its place as a whole, and outlives a crash of the machine then."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}")

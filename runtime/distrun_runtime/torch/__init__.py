@@ -7,7 +7,23 @@ for x, y in loader:
     opt.zero_grad()
 """
 
+from distrun_runtime.torch.checkpoint import resume, save
 from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.metrics import all, any, mean
+from distrun_runtime.torch.optimizer import DistributedOptimizer
+from distrun_runtime.torch.sampler import DistributedSampler
 from distrun_runtime.torch.server_optimizer import ServerOptimizer
 
-__all__ = ["ServerOptimizer", "rank", "store", "world_size"]
+__all__ = [
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "ServerOptimizer",
+    "all",
+    "any",
+    "mean",
+    "rank",
+    "resume",
+    "save",
+    "store",
+    "world_size",
+]

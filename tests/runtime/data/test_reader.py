@@ -147,3 +147,36 @@ def test_a_reader_goes_on_at_an_epoch() -> None:
 def test_a_shuffle_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Reader(Arrays(np.arange(9.0), np.arange(9)), 4, **options)
+
+
+LOADED = """\
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from distrun_runtime.data import Arrays, Reader
+
+class Batches(IterableDataset):
+    def __init__(self, **options):
+        self.reader = Reader(Arrays(np.arange(24), np.arange(24)), 3, **options)
+
+    def __iter__(self):
+        return iter(self.reader)
+
+def epochs(processes, persistent=False, **options):
+    torch.manual_seed(0)
+    loader = DataLoader(
+        Batches(**options), None, num_workers=processes, persistent_workers=persistent, multiprocessing_context="fork"
+    )
+    return [[tuple(data.tolist()) for data, _ in loader] for _ in range(3)]
+
+for options in ({}, {"shuffle": True}, {"shuffle": True, "seed": 1}, {"persistent": True, "shuffle": True}):
+    found = epochs(2, **options)
+    whole = [sorted(sum(epoch, ())) == list(range(24)) for epoch in found]
+    print(all(whole), len(set(map(tuple, found))), found == epochs(2, **{"seed": 1, **options}))
+print([len(epoch) for epoch in epochs(2, epoch_size=5)], epochs(2)[0] == epochs(1)[0])
+"""
+
+
+def test_processes_of_a_data_loader_share_a_readers_batches_in_another_order_in_each_epoch(run_by_peer: Any) -> None:
+    lines = run_by_peer("torch", LOADED).splitlines()
+    assert lines == ["True 1 True", "True 3 False", "True 3 True", "True 3 False", "[5, 5, 5] True"]
