@@ -552,6 +552,22 @@ class KVStore(KVStoreBase):
         """
         return self._calls().reduce_scatter(value, out, op, wait)
 
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the object that worker `root` gives, on every worker; what the others give does not matter.
+
+        Arguments:
+            value: None, a bool, number, str or bytes, an array of numpy or torch, or a list or dict (with keys of type
+                str) of these, up to 64 MiB and 100 deep. Tuples come as lists, tensors on the host. Nothing is pickled.
+
+        Raises:
+            KVError: on every worker, if there is something else in it.
+        """
+        return self._calls().broadcast_object(value, root)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the objects of all workers, in the order of ranks; `value` as for `broadcast_object`."""
+        return self._calls().allgather_object(value)
+
     def take_part(self, key: Keys, out: object, *, wait: bool = True) -> Pending:
         """Contribute nothing to the next round of keys, and write what the other workers push into `out`.
 
@@ -576,11 +592,6 @@ class KVStore(KVStoreBase):
                     self._collectives = Collectives(self.rank, self.num_workers, self._through)
         self._ready()
         return self._collectives
-
-    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending:
-        """Give keys their shapes and dtypes, and zeros as their first values. For collective calls."""
-        self._ready()
-        return self._begin(list(items), "declare", True)
 
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True

@@ -15,6 +15,7 @@ So a byte goes to the servers once, and once to each worker that wants it.
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,20 +25,27 @@ import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import is_on_host
-from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.keys import Key, Zeros
+from distrun_runtime.store.keys import Zeros
+from distrun_runtime.store.objects import OBJECT_BYTES, decode, encode
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.values import array_of, output_of
 
 OPS = ("sum", "mean", "min", "max")
 BOOL: DType = np.dtype(np.bool_)
+BLOCK_BYTES = 1024
+"""So much of an object travels at once."""
+
+_SIZE = struct.Struct("<Q")
+_NO_OBJECT = 2**64 - 1
+"""In place of the size of an object that could not be encoded; the reason follows."""
 
 
 class RoundsStore(Protocol):
     """What the calls need of the store that they go through: see KVStore."""
 
-    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending: ...  # noqa: D102
+    def declare(self, key: Any, shape: object) -> Pending: ...  # noqa: D102
 
     def push(self, key: Any, value: object, *, scale: float = 1.0) -> Pending: ...  # noqa: D102
 
@@ -160,7 +168,7 @@ class _Kind:
     def __init__(self, number: int, items: Sequence[Zeros]) -> None:
         self.number = number
         self.keys: list[Any] = [f"collective call {number}, array {place}" for place in range(len(items))]
-        self.items: list[tuple[Key, Zeros]] = list(zip(self.keys, items, strict=True))
+        self.items = list(items)
         self.lock = threading.Lock()
         """Held while the keys are declared."""
         self.is_declared = False
@@ -238,6 +246,44 @@ class Collectives:
             rounds.push(keys, others, scale=scale)
             return call.made(rounds.pushpull(mine, parts[self._rank], call.targets, wait=False, scale=scale))
 
+    def broadcast_object(self, value: object, root: int) -> Any:
+        """See KVStore."""
+        call = f"broadcast_object(root={root!r:.60})"
+        data, block = _in_block(value, call) if root == self._rank else (b"", np.empty(BLOCK_BYTES, np.uint8))
+        self.broadcast(block, block, root, True)
+        (size,) = self._sizes([block], call, root)
+        rest = np.empty(_capacity(size), np.uint8)
+        rest[: len(data[BLOCK_BYTES:])] = np.frombuffer(data[BLOCK_BYTES:], np.uint8)
+        if len(rest):
+            self.broadcast(rest, rest, root, True)
+        return _out_of_block(block, rest, size, call)
+
+    def allgather_object(self, value: object) -> list[Any]:
+        """See KVStore."""
+        call = "allgather_object"
+        data, block = _in_block(value, call)
+        blocks = self.allgather(block, None, True)
+        sizes = self._sizes(blocks, call, 0)
+        rest = np.zeros(_capacity(max(sizes)), np.uint8)
+        rest[: len(data[BLOCK_BYTES:])] = np.frombuffer(data[BLOCK_BYTES:], np.uint8)
+        rests = self.allgather(rest, None, True) if len(rest) else [rest] * self._workers
+        return [_out_of_block(*its, call) for its in zip(blocks, rests, sizes, strict=True)]
+
+    def _sizes(self, blocks: Sequence[Array], call: str, first: int) -> list[int]:
+        """Return the sizes of the objects that begin in blocks, those of the workers from `first` on.
+
+        Raises:
+            KVError: a worker could not encode its object; says which, and why. Or a size is too large.
+        """
+        sizes = [_SIZE.unpack_from(block.data)[0] for block in blocks]
+        for rank, (size, block) in enumerate(zip(sizes, blocks, strict=True), first):
+            if size == _NO_OBJECT:
+                text = block[_SIZE.size :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+                raise KVError(f"{call}: of rank {rank}: {text}")
+            if size > OBJECT_BYTES:
+                raise KVError(f"{call}: of rank {rank}: expected at most {OBJECT_BYTES} bytes, found {size}")
+        return sizes
+
     def _scale(self, op: str) -> float:
         return 1 / self._workers if op == "mean" else 1.0
 
@@ -261,13 +307,38 @@ class Collectives:
                 if not kind.is_declared:
                     assert self._rounds is not None
                     try:
-                        self._rounds.declare_all(kind.items)
+                        self._rounds.declare(kind.keys, kind.items)
                     except BaseException:
                         # The others fail, too; the next call of this kind has another number on all workers.
                         self._kinds.pop(name, None)
                         raise
                     kind.is_declared = True
         return kind.keys
+
+
+def _in_block(value: object, call: str) -> tuple[bytes, Array]:
+    """Return an object as bytes that begin with its size, and their first block: others have to know how many come.
+
+    The bytes say why if there is something in the object that cannot be sent: it is told to all.
+    """
+    try:
+        data = encode(value, "value")
+        data = _SIZE.pack(len(data)) + data
+    except KVError as err:
+        data = (_SIZE.pack(_NO_OBJECT) + str(err).encode())[:BLOCK_BYTES]
+    block = np.zeros(BLOCK_BYTES, np.uint8)
+    block[: len(data)] = np.frombuffer(data[:BLOCK_BYTES], np.uint8)
+    return data, block
+
+
+def _capacity(size: int) -> int:
+    """Return the bytes that travel behind the blocks of objects of at most so many: few sizes, as each has its keys."""
+    left = size - (BLOCK_BYTES - _SIZE.size)
+    return 0 if left <= 0 else max(4 * BLOCK_BYTES, 1 << (left - 1).bit_length())
+
+
+def _out_of_block(block: Array, rest: Array, size: int, call: str) -> Any:
+    return decode((block[_SIZE.size :].tobytes() + rest.tobytes())[:size], call)
 
 
 def _listed(value: object) -> Sequence[object]:

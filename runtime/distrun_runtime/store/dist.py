@@ -447,7 +447,7 @@ class DistBackend(StoreBackend):
                     self._flush()
                 return both
             self._flush()
-            if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
+            if not self._is_async and self._transfers.goes_at_once(keys, call.waits):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
                 self._learn(Kind.PUSHPULL, keys, call)
                 sent.take = partial(taking, outs, True)

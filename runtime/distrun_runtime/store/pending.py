@@ -11,9 +11,10 @@ import os
 import queue
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -73,6 +74,18 @@ class Pending(ABC):
             RuntimeFault: what went wrong with the call. Having been raised here, it is not raised by a later call.
         """
 
+    def add_done_callback(self, call: Callable[[Pending], object]) -> None:
+        """Have `call(pending)` called once, when outputs are filled, or the call has failed: then `wait` raises why.
+
+        It is called in a thread of the store, one after the other; it must not wait for other calls. What it raises is
+        shown on stderr. Nothing is called in a forked child.
+        """
+        self.when_done(lambda: _CALLBACKS.put(self, call))
+
+    @abstractmethod
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call `act` once it is done: now, or soon, in any thread, which must not wait. Not for users."""
+
     def note_reads(self) -> None:  # noqa: B027  # most calls have nothing to note
         """Note that what the program has queued on GPUs by now may read the outputs. Not for users.
 
@@ -81,6 +94,37 @@ class Pending(ABC):
 
     def left_waiting(self) -> None:  # noqa: B027  # most calls have nothing to note
         """Note that the call which made it has stopped waiting, before it was done. Not for users."""
+
+
+class _Callbacks:
+    """Calls what is to be called of calls that are done, in a thread of its own, which starts with the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: queue.SimpleQueue[tuple[Pending, Callable[[Pending], object]]] = queue.SimpleQueue()
+        self._is_started = False
+
+    def put(self, pending: Pending, call: Callable[[Pending], object]) -> None:
+        """Have `call(pending)` called; `pending` is done, so that it is not long waited for."""
+        self._due.put((pending, call))
+        with self._lock:
+            if not self._is_started:
+                threading.Thread(target=self._work, name="distrun-callbacks", daemon=True).start()
+                self._is_started = True
+
+    def _work(self) -> None:
+        while True:
+            pending, call = self._due.get()
+            with suppress(Exception):  # It is for those who wait for it, such as the callback.
+                pending.wait()
+            try:
+                call(pending)
+            except Exception:
+                traceback.print_exc()
+            del pending, call  # And the arrays that they refer to.
+
+
+_CALLBACKS = _Callbacks()
 
 
 class Late:
@@ -183,6 +227,10 @@ class CompletedCall(Pending):
         if self._then is not None:
             self._then()
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it."""
+        act()
+
 
 class BorrowedArrays:
     """The arrays in GPU memory that a call of a store was given: for most calls none.
@@ -257,6 +305,10 @@ class _BorrowingCall(Pending):
             raise
         self._borrowed.give_back()
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when the call is."""
+        self._call.when_done(act)
+
     def note_reads(self) -> None:
         """Let what is still to be done come after what the program has queued by now."""
         self._borrowed.note_reads()
@@ -275,6 +327,8 @@ class BackgroundCall(Pending):
         self._late = late
         self._error: BaseException | None = None
         self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[], None]] = []
         self._pid = os.getpid()
 
     @property
@@ -291,7 +345,18 @@ class BackgroundCall(Pending):
             self._late.add(self, err)
         finally:
             del self._body  # It holds the arrays, which are not lent any more.
-            self._over.set()
+            with self._lock:
+                self._over.set()
+            for follow in self._followers:
+                follow()
+
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when the function has ended."""
+        with self._lock:
+            if not self._over.is_set():
+                self._followers.append(act)
+                return
+        act()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the function has ended, or raise what it raised."""

@@ -105,6 +105,10 @@ class SentCall(Pending):
         """Whether all replies are there, or an error is."""
         return self._request.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when all replies are there, or an error is."""
+        self._request.then(lambda error: act())
+
     def left_waiting(self) -> None:
         """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
         self._is_left = True
@@ -157,6 +161,10 @@ class Both(Pending):
     def is_done(self) -> bool:
         """Whether both are."""
         return self._push.is_done and self._then.is_done
+
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Call it when both are."""
+        self._push.when_done(lambda: self._then.when_done(act))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when both are done; raise the push's error rather than that of what followed."""
@@ -306,13 +314,13 @@ class Transfers:
         if in_place and (self._answered[numbers] < self._rounds[numbers]).any():
             self._link.servers(f"the end of {what}", Kind.RELEASE)
 
-    def goes_at_once(self, keys: Selection) -> bool:
+    def goes_at_once(self, keys: Selection, waits: bool = True) -> bool:
         """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
-        needed for what waits for the other workers."""
+        needed for what waits for the other workers. Few enough are those of one call only, which `waits`."""
         routes = self._routes(keys)
         if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
             return False
-        if keys.size_bytes > MESSAGE_BYTES:
+        if keys.size_bytes > MESSAGE_BYTES or not waits:
             for portion in routes.plain.portions:
                 if not self._link.node.staging(portion.link):
                     return False
@@ -891,13 +899,20 @@ class BatchedCall(Pending):
         """Whether the calls that it goes with are done."""
         return self.sent is not None and self.sent.is_done
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Have it sent now, and call `act` when it is done."""
+        self._sent_now().when_done(act)
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Have it sent now, and return when it is done."""
+        self._sent_now().wait(timeout_s)
+
+    def _sent_now(self) -> Pending:
         if self.sent is None:
             self._flush()
         if self.sent is None:
             raise KVError(f"{self.what} was not sent")
-        self.sent.wait(timeout_s)
+        return self.sent
 
 
 @dataclass

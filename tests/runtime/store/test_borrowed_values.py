@@ -67,6 +67,9 @@ class Later(Pending):
             self._work()
             self._is_done = True
 
+    def when_done(self, act: Callable[[], None]) -> None:
+        act()
+
 
 class Copies(LocalBackend):
     """Keeps on the GPU what is pushed, late; what is pushed to several devices, of the last one."""
