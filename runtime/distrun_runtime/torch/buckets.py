@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,14 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, Pending
 from distrun_runtime.torch.buffers import Buffers, give_rank_0s
 from distrun_runtime.torch.rows import average_rows, sparse_names
+from distrun_runtime.transport.zeromq import keep_freed_memory
 
 LARGE_BYTES = 64 * 1024
 """From this size on a gradient is copied by the hook."""
 OVERLAP_BYTES = 4 * 1024 * 1024
 """Size of the buckets that are sent during a backward."""
+KEPT_BYTES = 64 * 1024 * 1024
+"""How much freed memory the C library keeps: the most that glibc comes to by itself."""
 ALIGNED = 16
 """Elements: each gradient begins at a multiple of it."""
 
@@ -82,26 +86,27 @@ class Bucket:
         self.extra = self.tensor[at:]
         self.missing = len(slots)
         """With overlap: how many gradients are to come before it is sent."""
+        self.small = self.tensor[: sum(place for slot, place in zip(slots, places, strict=True) if not slot.is_early)]
+        """The part of those that are moved at the end; they come first."""
         self.pending: Pending | None = None
 
     def fill(self, share: float) -> None:
         """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none."""
-        given, targets, there = [], [], []
+        given, targets = [], []
         for slot in self.slots:
-            grad = slot.param.grad
             if slot.is_moved:
                 continue
+            grad = slot.param.grad
             if grad is None:
                 slot.view.zero_()
-            elif grad is slot.view:
-                there.append(grad)
-            else:
+            elif slot.is_early:
+                slot.move(share)
+            elif grad is not slot.view:
                 given.append(grad.to_dense() if grad.is_sparse else grad)
                 targets.append(slot.view)
         if given:
             torch._foreach_copy_(targets, given)
-        if targets or there:
-            torch._foreach_mul_(targets + there, share)
+        self.small.mul_(share)
 
 
 def _memory(store: KVStore, size: int, like: Any) -> tuple[Any, Any]:
@@ -199,6 +204,9 @@ class Averaging:
         """Give parameters that are new, and at first buffers, rank 0's values; hook the parameters."""
         new = {name: param for name, param in params.items() if id(param) not in self._hooks}
         give_rank_0s(self.store, [*new.values(), *(self._model.buffers() if not self._hooks else ())])
+        if new:
+            # The same memory for the gradients of every backward; else page faults take as long as their arithmetic.
+            keep_freed_memory(KEPT_BYTES)
         for param in new.values():
             is_real = param.is_floating_point() or param.is_complex()
             self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
@@ -210,14 +218,15 @@ class Averaging:
             if self._overlap and sum(map(_size_bytes, groups[-1])) >= OVERLAP_BYTES:
                 groups.append([])
             groups[-1].append(slot)
-        groups = [group for some in kinds.values() for group in some]
+        groups = [sorted(group, key=lambda slot: slot.is_early) for some in kinds.values() for group in some]
         # What every exchange has besides gradients goes with a bucket whose sum is exact; else in one of its own.
         extra = 1 + len(slots) + self._buffers.size
         rides = not self._compression and not self._overlap
         carriers = [at for at, group in enumerate(groups) if rides and group[0].param.dtype == self._buffers.dtype]
         carrier = carriers[0] if carriers else len(groups)
         self._layouts += 1
-        names = [f"gradients of {group[-1].name!r} to {group[0].name!r}" for group in groups]
+        ends = [(min(group, key=_index_of).name, max(group, key=_index_of).name) for group in groups]
+        names = [f"gradients of {first!r} to {last!r}" for first, last in ends]
         keys = [f"{name}, bucket {self._number}.{self._layouts}.{at}" for at, name in enumerate([*names, "buffers"])]
         if self._compression:
             self.store.set_gradient_compression(self._compression, keys[:-1])
@@ -336,6 +345,9 @@ class Averaging:
     def _unused(self) -> set[int]:
         """Return the slots whose parameters got no gradient on any worker."""
         return set(np.flatnonzero(self._flags.cpu().numpy() == 0).tolist())
+
+
+_index_of = attrgetter("index")
 
 
 def _size_bytes(of: Any) -> int:
