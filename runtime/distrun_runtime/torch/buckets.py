@@ -181,10 +181,9 @@ class Averaging:
         params = dict(self._model.named_parameters())
         trained = [(name, param) for name, param in params.items() if param.requires_grad]
         shapes = {f"parameter {at}": _described(*each) for at, each in enumerate(params.items())}
-        options = {name: str(each) for name, each in self.options.items()}
-        facts = {**facts, **options, "the number of parameters": str(len(params)), **shapes}
-        facts["frozen parameters"] = ", ".join(name for name, param in params.items() if not param.requires_grad)
-        self.store.agree(facts, "optimizers")
+        frozen = ", ".join(name for name, param in params.items() if not param.requires_grad)
+        alike = {"the number of parameters": len(params), **shapes, "what is frozen": frozen, **facts, **self.options}
+        self.store.agree({name: str(each) for name, each in alike.items()}, "optimizers")
         self._start(params)
         sparse = sparse_names(self._model)
         self._tables = {name: param for name, param in trained if name in sparse}
