@@ -238,7 +238,11 @@ def _facts_differ(one: Call, other: Call) -> str:
         return ""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     of = one.message.body.get("of", "trainers")
-    alike = "optimizer and optimizer_params, update_on_kvstore and multipliers" if of == "trainers" else "of all this"
+    alike = (
+        "optimizer and optimizer_params, update_on_kvstore and multipliers"
+        if of == "trainers"
+        else "parameters and arguments"
+    )
     return (
         f"the {of} of the workers differ: {'; '.join(found[:SHOWN])}{more}. fix: give the {of} of all workers"
         f" the same {alike}"
