@@ -7,6 +7,10 @@ for x, y in loader:
     opt.zero_grad()
 """
 
+from distrun_runtime import torch_backend
+from distrun_runtime.torch.ddp_hook import ddp_hook
 from distrun_runtime.torch.job import rank, store, world_size
 
-__all__ = ["rank", "store", "world_size"]
+__all__ = ["ddp_hook", "rank", "store", "world_size"]
+
+torch_backend.register()
