@@ -214,6 +214,42 @@ def refused(backend: str) -> None:
     tell(one.tolist())
 
 
+class Sums(nn.Module):
+    """Its parameters' gradients are its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(40, 50))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return factor * (self.first.sum() + self.second.sum())
+
+
+def hooked(backend: str) -> None:
+    """Over any backend: what a hook leaves out comes with later steps, though DDP makes other buckets meanwhile."""
+    import distrun_runtime.torch as dt
+
+    dist.init_process_group(backend)
+    for compression in ("fp16", {"type": "topk", "ratio": 0.5}, {"type": "2bit", "threshold": 0.5, "min_size": 0}):
+        net = Sums()
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        wrapped.register_comm_hook(None, dt.ddp_hook(dt.store(), compression))
+        found = []
+        for _ in range(5):
+            net.zero_grad()
+            wrapped(0.25 + 0.25 * dist.get_rank()).backward()
+            found.append((float(net.first.grad.mean()), float(net.second.grad.mean())))
+        tell("by", compression if compression == "fp16" else compression["type"], found)
+    try:
+        wrapped(float("nan")).backward()
+    except Exception as err:
+        tell(str(err))
+    try:
+        dt.ddp_hook(dt.store(), "3bit")
+    except Exception as err:
+        tell(str(err))
+
+
 def failing(backend: str) -> None:
     """Rank 1 is killed, or stays away, in the middle of a step."""
     dist.init_process_group(backend, timeout=timedelta(seconds=60 if sys.argv[3] == "killed" else 1))

@@ -58,6 +58,20 @@ def test_what_a_group_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
+def test_what_a_hook_of_ddp_leaves_out_comes_with_later_steps_in_other_buckets_too(tmp_path: Path) -> None:
+    """Ranks' gradients are 0.25 and 0.5 everywhere: 2bit sends 0.5 of what has come together, topk half of a tensor."""
+    found = lines_of(tmp_path / "job", "distrun", "hooked")
+    mean = 0.375
+    for rank in (0, 1):
+        halves = [(mean, mean / 2), *[(mean, mean)] * 4]
+        assert f"{rank} by fp16 {[(mean, mean)] * 5}" in found
+        assert f"{rank} by topk {halves}" in found
+        assert f"{rank} by 2bit {[(sent, sent) for sent in (0.0, 0.5, 0.5, 0.5, 0.0)]}" in found
+        assert any(line.startswith(f"{rank} unknown compression type '3bit'") for line in found)
+        assert any(line.startswith(f"{rank} key ") and "element 0 is nan" in line for line in found), found
+
+
+@pytest.mark.peers
 def test_a_rank_that_is_killed_in_mid_step_is_named(tmp_path: Path) -> None:
     first, again = lines_of(tmp_path / "job", "distrun", "failing", "killed")
     assert "worker-1@" in first
