@@ -593,11 +593,6 @@ class KVStore(KVStoreBase):
         self._ready()
         return self._collectives
 
-    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending:
-        """Give keys their shapes and dtypes, and zeros as their first values. For collective calls."""
-        self._ready()
-        return self._begin(list(items), "declare", True)
-
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
     ) -> Pending:
@@ -651,14 +646,17 @@ class KVStore(KVStoreBase):
                 self._backend.check(items)
                 borrowed.give_back()
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], of: str = "trainers") -> None:
         """Compare facts by name with those of the other workers, which all call this. For trainers.
+
+        Arguments:
+            of: what has these facts, for the error.
 
         Raises:
             KVError: they differ; names the facts, both workers and both values.
         """
         self._settled()
-        self._backend.agree(facts)
+        self._backend.agree(facts, of)
 
     def reserve(self, why: str) -> None:
         """Let only the next `init` bring keys; later ones are refused, as `why` says. For trainers.

@@ -237,9 +237,11 @@ def _facts_differ(one: Call, other: Call) -> str:
     if not found:
         return ""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    of = one.message.body.get("of", "trainers")
+    alike = "optimizer and optimizer_params, update_on_kvstore and multipliers" if of == "trainers" else "of all this"
     return (
-        f"the trainers of the workers differ: {'; '.join(found[:SHOWN])}{more}. fix: give the trainers of all workers"
-        " the same optimizer and optimizer_params, update_on_kvstore and multipliers"
+        f"the {of} of the workers differ: {'; '.join(found[:SHOWN])}{more}. fix: give the {of} of all workers"
+        f" the same {alike}"
     )
 
 

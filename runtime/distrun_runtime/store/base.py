@@ -247,8 +247,8 @@ class StoreBackend(Protocol):
         """Return what is held around a collective call, if no other call of the process may be made meanwhile."""
         return nullcontext()
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        """Compare facts by name with those of the other workers. Waits for all workers, which all call it."""
+    def agree(self, facts: Mapping[str, str], of: str) -> None:
+        """Compare facts by name with those of the other workers; `of` says what has them. All call it, and it waits."""
 
     def label(self, labels: Mapping[Key, str]) -> None:
         """Take note of what this worker calls keys; their `init` compares it where several workers share the store."""

@@ -341,8 +341,8 @@ class DistBackend(StoreBackend):
 
     # Data
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        self._link.together("making a trainer", Kind.BARRIER, facts=dict(facts))
+    def agree(self, facts: Mapping[str, str], of: str) -> None:
+        self._link.together(f"making {of}", Kind.BARRIER, facts=dict(facts), of=of)
 
     def label(self, labels: Mapping[Key, str]) -> None:
         self._labels.update(labels)

@@ -65,7 +65,7 @@ class LocalBackend(StoreBackend):
         """Return what holds the lock: a thread in an updater holds it too, and may wait for the init of a key."""
         return self._open()
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], of: str) -> None:
         """Do nothing: there are no other workers."""
 
     def label(self, labels: Mapping[Key, str]) -> None:

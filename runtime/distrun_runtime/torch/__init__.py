@@ -10,7 +10,8 @@ for x, y in loader:
 from distrun_runtime import torch_backend
 from distrun_runtime.torch.ddp_hook import ddp_hook
 from distrun_runtime.torch.job import rank, store, world_size
+from distrun_runtime.torch.optimizer import DistributedOptimizer
 
-__all__ = ["ddp_hook", "rank", "store", "world_size"]
+__all__ = ["DistributedOptimizer", "ddp_hook", "rank", "store", "world_size"]
 
 torch_backend.register()

@@ -1,0 +1,379 @@
+"""Averages gradients over workers in flat buckets: the means are in `p.grad` when `backward()` returns.
+
+A bucket has the gradients of many parameters side by side, in memory that servers on this host read without a copy, so
+that one call of the store exchanges all of them. From an exchange to the next `zero_grad()`, `p.grad` of a parameter is
+a view of its bucket.
+
+A hook of each parameter notes that it got a gradient, and has autograd call `_finish` at the end of the backward. The
+hook copies a large gradient into its bucket, while it is in the processor's cache, and so frees its memory for the next
+one. Small gradients are copied at the end, by one call for all.
+
+Gradients are multiplied by 1/n as they are copied, as DDP does it, and the store only adds them up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from distrun_runtime.errors import KVError
+from distrun_runtime.kvstore import KVStore, Pending
+from distrun_runtime.torch.buffers import Buffers, give_rank_0s
+from distrun_runtime.torch.rows import average_rows, sparse_names
+from distrun_runtime.transport.zeromq import keep_freed_memory
+
+LARGE_BYTES = 64 * 1024
+"""From this size on a gradient is copied by the hook."""
+OVERLAP_BYTES = 4 * 1024 * 1024
+"""Size of the buckets that are sent during a backward."""
+KEPT_BYTES = 64 * 1024 * 1024
+"""How much freed memory the C library keeps: the most that glibc comes to by itself."""
+ALIGNED = 16
+"""Elements: each gradient begins at a multiple of it."""
+
+_current_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_APPLY = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
+_numbers: WeakKeyDictionary[KVStore, Iterator[int]] = WeakKeyDictionary()
+"""Of each store: the numbers of what averages over it, which keys begin with."""
+
+
+class Slot:
+    """A parameter and its place in a bucket."""
+
+    __slots__ = ("bucket", "index", "is_early", "is_moved", "name", "param", "view")
+
+    def __init__(self, index: int, name: str, param: Any, is_early: bool) -> None:
+        self.index, self.name, self.param = index, name, param
+        self.is_early = is_early
+        """The hook moves the gradient into the bucket."""
+        self.is_moved = False
+        """The bucket has this worker's part of the mean, and `param.grad` is None until the exchange is done."""
+        self.bucket: Bucket
+        self.view: Any = None
+        """The part of the bucket, with the parameter's shape and strides."""
+
+    def move(self, share: float) -> None:
+        """Bring the gradient into the bucket, multiplied by `share`; add it to what was moved in this backward."""
+        grad, self.param.grad = self.param.grad.detach(), None
+        if self.is_moved:
+            self.view.add_(grad, alpha=share)
+        else:
+            torch.mul(grad.to_dense() if grad.is_sparse else grad, share, out=self.view)
+
+
+class Bucket:
+    """Memory for the gradients of some parameters of one dtype and device, and for `extra` numbers behind them."""
+
+    def __init__(self, store: KVStore, key: str, slots: Sequence[Slot], like: Any, extra: int = 0) -> None:
+        self.key, self.slots = key, slots
+        lengths = [slot.param.numel() * (1 + slot.param.is_complex()) for slot in slots]
+        places = [-(-length // ALIGNED) * ALIGNED for length in lengths]
+        self.tensor, self.array = _memory(store, sum(places) + extra, like)
+        at = 0
+        for slot, length, place in zip(slots, lengths, places, strict=True):
+            slot.bucket, slot.view = self, _view(self.tensor[at : at + length], slot.param)
+            at += place
+        self.extra = self.tensor[at:]
+        self.missing = len(slots)
+        """With overlap: how many gradients are to come before it is sent."""
+        self.small = self.tensor[: sum(place for slot, place in zip(slots, places, strict=True) if not slot.is_early)]
+        """The part of those that are moved at the end; they come first."""
+        self.pending: Pending | None = None
+
+    def fill(self, share: float) -> None:
+        """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none."""
+        given, targets = [], []
+        for slot in self.slots:
+            if slot.is_moved:
+                continue
+            grad = slot.param.grad
+            if grad is None:
+                slot.view.zero_()
+            elif slot.is_early:
+                slot.move(share)
+            elif grad is not slot.view:
+                given.append(grad.to_dense() if grad.is_sparse else grad)
+                targets.append(slot.view)
+        if given:
+            torch._foreach_copy_(targets, given)
+        self.small.mul_(share)
+
+
+def _memory(store: KVStore, size: int, like: Any) -> tuple[Any, Any]:
+    """Return zeros as a tensor of the dtype and device of `like`, and as what the store takes."""
+    dtype = torch.view_as_real(like.detach()).dtype if like.is_complex() else like.dtype
+    if like.device.type != "cpu":
+        tensor = torch.zeros(size, dtype=dtype, device=like.device)
+        return tensor, tensor
+    array = store.empty(size, str(dtype).rpartition(".")[2])
+    is_known = dtype != torch.bfloat16  # to numpy
+    tensor = torch.from_numpy(array) if is_known else torch.from_numpy(array.view(np.int16)).view(dtype)
+    return tensor.zero_(), array
+
+
+def _view(part: Any, param: Any) -> Any:
+    """Return a part of a bucket with the parameter's shape and, where these fill its memory, its strides."""
+    part = torch.view_as_complex(part.view(-1, 2)) if param.is_complex() else part
+    if torch.ops.aten.is_non_overlapping_and_dense(param.detach()):
+        return part.as_strided(param.shape, param.stride())
+    return part.view(param.shape)
+
+
+class Averaging:
+    """Replaces the gradients of a model's parameters by their means over workers, at the end of each backward.
+
+    Arguments:
+        compression: what the store does to gradients (`KVStore.set_gradient_compression`); None: nothing.
+        overlap: buckets are sent during the backward, each when it has all its gradients.
+        buffers: what becomes of the model's buffers (`MODES`).
+
+    One backward at a time, in any thread.
+    """
+
+    def __init__(
+        self, store: KVStore, model: Any, *, compression: Mapping[str, object] | None, overlap: bool, buffers: str
+    ) -> None:
+        self.store, self._model = store, model
+        self.options = {"compression": compression, "overlap": overlap, "buffers": buffers}
+        self.is_syncing = True
+        """Gradients are exchanged; False within `no_sync`."""
+        self._compression, self._overlap = compression, overlap
+        self._buffers = Buffers(model, buffers, store.rank)
+        self._share = 1.0 / store.num_workers
+        self._number = next(_numbers.setdefault(store, count()))
+        self._layouts = 0
+        self._hooks: dict[int, Any] = {}
+        """Of each parameter, by its id, what removes its hook."""
+        self._tasks: set[int] = set()
+        """The backwards at whose end `_finish` is called."""
+        self._moved: list[Slot] = []
+        self._slots: list[Slot] = []
+        self._slot_of: dict[int, Slot] = {}
+        """By the parameter's id."""
+        self._buckets: list[Bucket] = []
+
+    def stop(self) -> None:
+        """Leave the gradients alone from now on."""
+        for handle in filter(None, self._hooks.values()):
+            handle.remove()
+
+    # --- layout
+
+    def lay_out(self, facts: Mapping[str, str]) -> None:
+        """Make buckets for all parameters that require gradients now, and give new ones rank 0's values. Collective.
+
+        Arguments:
+            facts: what else has to be alike on all workers.
+
+        Raises:
+            KVError: the workers' parameters or facts differ.
+        """
+        params = dict(self._model.named_parameters())
+        trained = [(name, param) for name, param in params.items() if param.requires_grad]
+        shapes = {f"parameter {at}": _described(*each) for at, each in enumerate(params.items())}
+        options = {name: str(each) for name, each in self.options.items()}
+        facts = {**facts, **options, "the number of parameters": str(len(params)), **shapes}
+        facts["frozen parameters"] = ", ".join(name for name, param in params.items() if not param.requires_grad)
+        self.store.agree(facts, "optimizers")
+        self._start(params)
+        sparse = sparse_names(self._model)
+        self._tables = {name: param for name, param in trained if name in sparse}
+        dense = [(name, param) for name, param in trained if name not in sparse]
+        self._slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
+        self._slot_of = {id(slot.param): slot for slot in self._slots}
+        self._frozen = [param for param in params.values() if not param.requires_grad]
+        self._used = np.zeros(len(dense), np.float32)
+        """Of each slot 1 if its parameter has got a gradient since the last exchange."""
+        self._buckets = self._buckets_of(self._slots)
+        self._keys = [bucket.key for bucket in self._buckets]
+        self._arrays = [bucket.array for bucket in self._buckets]
+        dtypes = [str(bucket.tensor.dtype).rpartition(".")[2] for bucket in self._buckets]
+        self.store.declare(self._keys, [tuple(array.shape) for array in self._arrays], dtypes)
+
+    def _start(self, params: Mapping[str, Any]) -> None:
+        """Give parameters that are new, and at first buffers, rank 0's values; hook the parameters."""
+        new = {name: param for name, param in params.items() if id(param) not in self._hooks}
+        give_rank_0s(self.store, [*new.values(), *(self._model.buffers() if not self._hooks else ())])
+        if new:
+            # The same memory for the gradients of every backward; else page faults take as long as their arithmetic.
+            keep_freed_memory(KEPT_BYTES)
+        for param in new.values():
+            is_real = param.is_floating_point() or param.is_complex()
+            self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
+
+    def _buckets_of(self, slots: Sequence[Slot]) -> list[Bucket]:
+        kinds: dict[Any, list[list[Slot]]] = {}
+        for slot in reversed(slots):  # as a backward goes
+            groups = kinds.setdefault((slot.param.device, slot.param.dtype), [[]])
+            if self._overlap and sum(map(_size_bytes, groups[-1])) >= OVERLAP_BYTES:
+                groups.append([])
+            groups[-1].append(slot)
+        groups = [sorted(group, key=lambda slot: slot.is_early) for some in kinds.values() for group in some]
+        # What every exchange has besides gradients goes with a bucket whose sum is exact; else in one of its own.
+        extra = 1 + len(slots) + self._buffers.size
+        rides = not self._compression and not self._overlap
+        carriers = [at for at, group in enumerate(groups) if rides and group[0].param.dtype == self._buffers.dtype]
+        carrier = carriers[0] if carriers else len(groups)
+        self._layouts += 1
+        ends = [(min(group, key=_index_of).name, max(group, key=_index_of).name) for group in groups]
+        names = [f"gradients of {first!r} to {last!r}" for first, last in ends]
+        keys = [f"{name}, bucket {self._number}.{self._layouts}.{at}" for at, name in enumerate([*names, "buffers"])]
+        if self._compression:
+            self.store.set_gradient_compression(self._compression, keys[:-1])
+        buckets = [
+            Bucket(self.store, key, group, group[0].param, extra if at == carrier else 0)
+            for at, (key, group) in enumerate(zip(keys, groups, strict=False))
+        ]
+        if not carriers:
+            like = torch.empty(0, dtype=self._buffers.dtype, device=next(self._model.parameters()).device)
+            buckets.append(Bucket(self.store, keys[-1], [], like, extra))
+        self._wants, self._flags, self._row = buckets[carrier].extra.split([1, len(slots), self._buffers.size])
+        return buckets
+
+    def _is_early(self, param: Any) -> bool:
+        return self._overlap or _size_bytes(param) >= LARGE_BYTES
+
+    # --- in a backward
+
+    def _accumulated(self, param: Any) -> None:
+        """Take note that a parameter has got a gradient. Autograd calls it."""
+        slot = self._slot_of.get(id(param))
+        if slot is not None:
+            self._used[slot.index] = 1.0
+        if self.is_syncing:
+            if _current_task() not in self._tasks:
+                self._begin()
+            if slot is not None and slot.is_early:
+                self._move(slot)
+
+    def _begin(self, is_outer: bool = False) -> None:
+        """Have `_finish` called at the end of the backward under way; `is_outer`: one within it has just ended."""
+        if self._moved and not is_outer and _outer_node() is None:
+            self._reset()  # A backward before has failed.
+        self._tasks.add(_current_task())
+        _queue_callback(self._finish)
+
+    def _move(self, slot: Slot) -> None:
+        bucket = slot.bucket
+        if bucket.pending is not None:
+            raise KVError(
+                f"parameter {slot.name!r} gets a second gradient in one backward, when the first one was sent;"
+                " fix: overlap=False, or torch.utils.checkpoint with use_reentrant=False"
+            )
+        slot.move(self._share)
+        if not slot.is_moved:
+            slot.is_moved = True
+            self._moved.append(slot)
+            bucket.missing -= 1
+            if self._overlap and not bucket.missing:
+                self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        priority = -self._buckets.index(bucket)
+        bucket.pending = self.store.pushpull(bucket.key, bucket.array, priority=priority, wait=False)
+
+    def _reset(self) -> None:
+        for slot in self._moved:
+            slot.is_moved = False
+        self._moved = []
+        for bucket in self._buckets:
+            bucket.missing, bucket.pending = len(bucket.slots), None
+
+    def _finish(self) -> None:
+        """Exchange, if the backward is over."""
+        self._tasks.discard(_current_task())
+        outer = _outer_node()
+        if outer is not None:
+            # A backward within a backward, as of reentrant checkpoints: what it was called by goes on.
+            outer.register_hook(self._continue)
+            return
+        with torch.no_grad():
+            self._average()
+
+    def _continue(self, *_: object) -> None:
+        if _current_task() not in self._tasks:
+            self._begin(is_outer=True)
+
+    def _average(self) -> None:
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                bucket.fill(self._share)
+        self._wants.fill_(any(param.requires_grad and param.grad is not None for param in self._frozen))
+        self._flags.copy_(torch.from_numpy(self._used))
+        self._buffers.fill(self._row, self._share)
+        self._exchange()
+        self._buffers.take(self._row)
+        unused = set() if self._used.all() else self._unused()
+        for slot in self._slots:
+            if slot.index not in unused:
+                slot.param.grad = slot.view
+        self._used.fill(0.0)
+        self._reset()
+        average_rows(self.store, self._tables)
+        if self._wants.item():
+            self.lay_out({})
+            self._used[:] = [slot.param.grad is not None for slot in self._slots]
+            self._average()
+
+    def _exchange(self) -> None:
+        try:
+            if not self._overlap:
+                self.store.pushpull(self._keys, self._arrays)
+                return
+            for bucket in self._buckets:
+                if bucket.pending is None:
+                    self._send(bucket)
+            for bucket in self._buckets:
+                assert bucket.pending is not None
+                bucket.pending.wait()
+        except KVError as err:
+            wrong = [repr(slot.name) for slot in self._slots if not slot.view.isfinite().all()]
+            if self._compression and wrong:  # In place: the error keeps its type and where it was raised.
+                err.args = (f"worker-{self.store.rank}: gradient of {', '.join(wrong[:3])}: {err}", *err.args[1:])
+            raise
+
+    def _unused(self) -> set[int]:
+        """Return the slots whose parameters got no gradient on any worker."""
+        return set(np.flatnonzero(self._flags.cpu().numpy() == 0).tolist())
+
+
+_index_of = attrgetter("index")
+
+
+def _size_bytes(of: Any) -> int:
+    param = of.param if isinstance(of, Slot) else of
+    size: int = param.numel() * param.element_size()
+    return size
+
+
+def _described(name: str, param: Any) -> str:
+    dtype, layout = str(param.dtype).rpartition(".")[2], "" if param.is_contiguous() else f" strides {param.stride()}"
+    return f"{name!r} {dtype} {tuple(param.shape)}{layout}"
+
+
+def _hook(param: Any, function: Callable[[Any], None]) -> Any:
+    """Have autograd call `function(param)` when the parameter has got a gradient, also one that is frozen now."""
+    requires_grad = param.requires_grad
+    handle = param.requires_grad_(True).register_post_accumulate_grad_hook(function)
+    param.requires_grad_(requires_grad)
+    return handle
+
+
+def _outer_node() -> Any:
+    """Return the node of a backward that has called the one under way; None: the program has called it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _APPLY:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

@@ -1,0 +1,43 @@
+"""`DistributedOptimizer` beside DDP: tests/support/torch_optimizer_program.py, run by the workers of a job."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peers import python_of
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "tests" / "support" / "torch_optimizer_program.py"
+NAMES = re.findall(r"^def (\w+)\(way: Way", PROGRAM.read_text("utf-8"), re.MULTILINE)
+
+
+@functools.cache
+def outcomes(workers: int, folder: Path) -> dict[str, str]:
+    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", "1", "--no-prefix"]
+    command += ["--launcher", "local", "--run-dir", str(folder), "--env", "OMP_NUM_THREADS=1", "--timeout", "240"]
+    done = subprocess.run([*command, python_of("torch"), str(PROGRAM)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_trains_as_by_ddp(folder: Path, name: str, workers: int) -> None:
+    """With two workers to the bit, also with overlap."""
+    found = {case: said for case, said in outcomes(workers, folder).items() if case.split()[0] == name}
+    assert found
+    assert not any(found.values()), found
