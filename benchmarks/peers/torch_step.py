@@ -1,8 +1,8 @@
 """One rank of training steps with torch, on its own part of the data: MODEL STEPS FORM.
 
-`ddp`: torch's DistributedDataParallel over gloo, and its SGD; `ddp-distrun`: over the backend distrun. `opt`: torch's SGD in distrun's DistributedOptimizer.
-`trainer`: distrun's Trainer. `opt-overlap`, `overlap`: the same two with overlap=True. `none`: torch's SGD without
-other ranks: what the step takes without communication.
+`ddp`: torch's DistributedDataParallel over gloo, and its SGD; `ddp-distrun`: the same over the backend distrun. `opt`:
+torch's SGD in distrun's DistributedOptimizer. `trainer`: distrun's Trainer. `opt-overlap`, `overlap`: the same two with
+overlap=True. `none`: torch's SGD without other ranks: what the step takes without communication.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def main() -> None:
     torch.set_num_threads(1)
     net = network(MODELS[model])
     forms = {
-        **{"ddp": partial(by_ddp, backend="gloo"), "ddp-distrun": partial(by_ddp, backend="distrun"), "none": by_itself},
+        **{"ddp": partial(by_ddp, backend="gloo"), "ddp-distrun": partial(by_ddp, backend="distrun")},
         **{"trainer": partial(by_trainer, overlap=False), "overlap": partial(by_trainer, overlap=True)},
         **{"opt": partial(by_optimizer, overlap=False), "opt-overlap": partial(by_optimizer, overlap=True)},
+        "none": by_itself,
     }
     forward, zero_grad, update, close = forms[form](net)
     rank = int(os.environ["RANK"])
