@@ -25,6 +25,7 @@ SYSTEMS = {
     "DistributedOptimizer, overlap": "opt-overlap",
     "trainer": "trainer",
     "trainer, overlap": "overlap",
+    "DDP, distrun": "ddp-distrun",
     "DDP": "ddp",
     "one rank alone": "none",
 }
@@ -89,7 +90,8 @@ thread each rank, and the update (sgd with momentum). `1M`: 4 layers, 1.1 millio
 million; `25M`: 24 layers, 25 million; `300 small`: 150 layers, 300 tensors of 16 or 256 numbers. DistributedOptimizer
 has torch's SGD, whose gradients it averages through %d servers. trainer is distrun's `Trainer` with `dist_sync`, whose
 servers update the weights. `overlap`: with `overlap=True`. DDP is torch's DistributedDataParallel over gloo, whose
-ranks update by themselves. `one rank alone`: the same steps without communication, by as many processes.
+ranks update by themselves; `DDP, distrun`: the same over the process group `distrun`. `one rank alone`: the same steps
+without communication, by as many processes.
 
 Milliseconds a step, and in brackets the time divided by DDP's (below 1.00: distrun is faster): the median of the ratios
 of the runs, and their range.

@@ -20,13 +20,14 @@ def summed(key: int, workers: int, number: int) -> float:
     return float((key % KINDS + 1) * number * (workers * (workers + 1) // 2))
 
 
-def report(system: str, model: str, rank: int, times: List[float], moved: Sequence[float] = ()) -> None:
+def report(system: str, model: str, rank: int, times: List[float], moved: Sequence[float] = (), **facts: float) -> None:
     """Print one JSON line: the seconds of each round of this rank after the warm-up.
 
     Arguments:
         moved: bytes a round that went out of this rank's host and came in (`link_bytes`), if they were counted.
+        facts: what else was found, by name.
     """
-    line = {"system": system, "model": model, "rank": rank, "times_s": times[WARM_UP:]}
+    line = {"system": system, "model": model, "rank": rank, "times_s": times[WARM_UP:], **facts}
     if moved:
         line["moved"] = list(moved)
     print(json.dumps(line), flush=True)

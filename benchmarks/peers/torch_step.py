@@ -1,8 +1,8 @@
 """One rank of training steps with torch, on its own part of the data: MODEL STEPS FORM.
 
-`ddp`: torch's DistributedDataParallel over gloo, and its SGD. `opt`: torch's SGD in distrun's DistributedOptimizer.
-`trainer`: distrun's Trainer. `opt-overlap`, `overlap`: the same two with overlap=True. `none`: torch's SGD without
-other ranks: what the step takes without communication.
+`ddp`: torch's DistributedDataParallel over gloo, and its SGD; `ddp-distrun`: the same over the backend distrun. `opt`:
+torch's SGD in distrun's DistributedOptimizer. `trainer`: distrun's Trainer. `opt-overlap`, `overlap`: the same two with
+overlap=True. `none`: torch's SGD without other ranks: what the step takes without communication.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ def network(widths: List[int]) -> torch.nn.Sequential:
     return torch.nn.Sequential(*layers)
 
 
-def by_ddp(net: torch.nn.Module) -> Step:
-    """Train with torch alone."""
+def by_ddp(net: torch.nn.Module, backend: str) -> Step:
+    """Train with torch's own way of averaging."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    if backend == "distrun":
+        import distrun_runtime.torch  # noqa: F401  # makes it known
+    dist.init_process_group(backend)
     wrapped = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE, momentum=MOMENTUM)
     return wrapped, optimizer.zero_grad, optimizer.step, dist.destroy_process_group
@@ -85,9 +87,10 @@ def main() -> None:
     torch.set_num_threads(1)
     net = network(MODELS[model])
     forms = {
-        **{"ddp": by_ddp, "none": by_itself},
+        **{"ddp": partial(by_ddp, backend="gloo"), "ddp-distrun": partial(by_ddp, backend="distrun")},
         **{"trainer": partial(by_trainer, overlap=False), "overlap": partial(by_trainer, overlap=True)},
         **{"opt": partial(by_optimizer, overlap=False), "opt-overlap": partial(by_optimizer, overlap=True)},
+        "none": by_itself,
     }
     forward, zero_grad, update, close = forms[form](net)
     rank = int(os.environ["RANK"])

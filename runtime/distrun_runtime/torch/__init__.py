@@ -7,7 +7,9 @@ for x, y in loader:
     opt.zero_grad()
 """
 
+from distrun_runtime import torch_backend
 from distrun_runtime.torch.checkpoint import resume, save
+from distrun_runtime.torch.ddp_hook import ddp_hook
 from distrun_runtime.torch.job import rank, store, world_size
 from distrun_runtime.torch.metrics import all, any, mean
 from distrun_runtime.torch.optimizer import DistributedOptimizer
@@ -20,6 +22,7 @@ __all__ = [
     "ServerOptimizer",
     "all",
     "any",
+    "ddp_hook",
     "mean",
     "rank",
     "resume",
@@ -27,3 +30,5 @@ __all__ = [
     "store",
     "world_size",
 ]
+
+torch_backend.register()
