@@ -274,10 +274,10 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
 
     def _follow(self) -> None:
         """Give the servers the groups' options if they have changed: rank 0 does, before it contributes to a round."""
-        options = [{name: group[name] for name in self._options} for group in self.param_groups]
+        options = [_numbers({name: group[name] for name in self._options}) for group in self.param_groups]
         if options == self._sent:
             return
-        found = [_as_torch(self._spec.changed({"params": _numbers(each)}).params) for each in options]
+        found = [_as_torch(self._spec.changed({"params": each}).params) for each in options]
         for number, each in enumerate(found):
             for name in [name for name in each if name not in BY_KEY and each[name] != found[0][name]]:
                 raise KVError(
