@@ -309,7 +309,7 @@ def weights_that_something_else_changed_are_refused_until_assign() -> None:
         net = network()
         optimizer = ServerOptimizer(net, "sgd", store=kv, lr=0.0)
         net.load_state_dict(network(1 + kv.rank).state_dict())
-        refused(optimizer.step, "parameter '0.weight' was changed, but not by step()", "call assign() on all workers")
+        refused(optimizer.step, "parameter '0.weight' was changed by something else", "call assign() on all workers")
         optimizer.assign()
         optimizer.step()
         return weights(net)
