@@ -30,10 +30,7 @@ MOVED = "was moved to other memory, as net.to() does; fix: move the model before
 CHANGED = (
     "was changed by something else than step(), which would undo it; fix: call assign() on all workers after a change"
 )
-FROZEN = (
-    "requires no gradient any more, but the servers go on with its momentum and decay; fix: freeze it before the optimizer"
-    " is made, or give its group lr=0"
-)
+FROZEN = "requires no gradient any more, but its momentum and decay go on; fix: give its group lr=0 instead"
 
 
 class _Flat(NamedTuple):
