@@ -150,6 +150,18 @@ def three_hundred_tensors_of_two_dtypes_take_two_keys_and_one_call_a_step() -> N
         assert all(bool((each < 1).all()) for each in params)
 
 
+def a_learning_rate_may_be_a_tensor_that_is_changed_in_place() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    with kvstore.create("local") as kv:
+        optimizer = ServerOptimizer([weight], "sgd", store=kv)
+        optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.5)
+        for expected in (0.5, 0.25):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            assert weight.item() == expected
+            rate.fill_(0.25)
+
+
 def a_rule_that_needs_the_whole_value_has_a_key_for_each_parameter() -> None:
     with kvstore.create("local") as kv:
         ServerOptimizer(network(), "lamb", store=kv)
@@ -297,7 +309,7 @@ def weights_that_something_else_changed_are_refused_until_assign() -> None:
         net = network()
         optimizer = ServerOptimizer(net, "sgd", store=kv, lr=0.0)
         net.load_state_dict(network(1 + kv.rank).state_dict())
-        refused(optimizer.step, "parameter '0.weight' was changed, but not by step()", "call assign() on all workers")
+        refused(optimizer.step, "parameter '0.weight' was changed by something else", "call assign() on all workers")
         optimizer.assign()
         optimizer.step()
         return weights(net)

@@ -26,6 +26,12 @@ BY_KEY = ("lr", "weight_decay")
 NO_OPTIONS = ("params", "param_names", "name", "initial_lr")
 """What a group may have besides options."""
 
+MOVED = "was moved to other memory, as net.to() does; fix: move the model before the optimizer is made"
+CHANGED = (
+    "was changed by something else than step(), which would undo it; fix: call assign() on all workers after a change"
+)
+FROZEN = "requires no gradient any more, but its momentum and decay go on; fix: give its group lr=0 instead"
+
 
 class _Flat(NamedTuple):
     """Parameters that share a key of the store; each is a view of a part of `weights`, in their order."""
@@ -203,26 +209,14 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
 
     def _begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Compare the parameters of new groups with those of the other workers, and put them into the store."""
-        is_first, first = not self._flats, len(self.param_groups) - len(groups)
+        is_first, numbered = not self._flats, list(enumerate(self.param_groups))[-len(groups) :]
+        self.kvstore.agree(self._facts(numbered, is_first), "optimizers")
         rule = RULES[self._spec.name]
-        facts: Dict[str, str] = {"number of groups": str(len(self.param_groups))}
+        is_flat = rule.is_elementwise and not rule.needs_norms
         alike: Dict[tuple[Any, ...], list[Any]] = {}
-        for number, group in enumerate(groups, first):
-            facts[f"options of group {number}"] = json.dumps({name: str(group[name]) for name in self._options})
-            facts[f"number of parameters of group {number}"] = str(len(group["params"]))
-            names = group.get("param_names") or [f"{number}.{place}" for place, _ in enumerate(group["params"])]
-            for name, each in zip(names, group["params"], strict=True):
-                name = self._names.setdefault(each, self._others.get(each, name))
-                if not each.requires_grad:
-                    raise KVError(f"parameter {name!r} requires no gradient; leave it out")
-                if not each.is_floating_point():
-                    raise KVError(f"parameter {name!r} is of {each.dtype}; servers update real floats only")
-                facts[f"parameter {name!r}"] = f"{each.dtype} {tuple(each.shape)} in group {number}"
-                apart = None if rule.is_elementwise and not rule.needs_norms else name
-                alike.setdefault((number, each.dtype, each.device, apart), []).append(each)
-        for each, name in self._others.items() if is_first else ():
-            facts[f"{name!r}, which is not trained,"] = f"{each.dtype} {tuple(each.shape)}"
-        self.kvstore.agree(facts, "optimizers")
+        for number, group in numbered:
+            for place, each in enumerate(group["params"]):
+                alike.setdefault((number, each.dtype, each.device, None if is_flat else place), []).append(each)
         new: list[_Flat] = []
         for (number, dtype, *_), params in alike.items():
             key = f"{len(self._flats) + len(new)}: {str(dtype).removeprefix('torch.')} of group {number}"
@@ -239,6 +233,28 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         self.kvstore.init([each.key for each in new], [each.weights for each in new])
         self._pull()
 
+    def _facts(self, groups: Sequence[tuple[int, dict[str, Any]]], is_first: bool) -> dict[str, str]:
+        """Name the parameters of numbered groups; return what has to be alike on all workers.
+
+        Raises:
+            KVError: a parameter that cannot be trained.
+        """
+        facts: Dict[str, str] = {"number of groups": str(len(self.param_groups))}
+        for number, group in groups:
+            facts[f"options of group {number}"] = json.dumps({name: str(group[name]) for name in self._options})
+            facts[f"number of parameters of group {number}"] = str(len(group["params"]))
+            names = group.get("param_names") or [f"{number}.{place}" for place, _ in enumerate(group["params"])]
+            for given, each in zip(names, group["params"], strict=True):
+                name = self._names.setdefault(each, self._others.get(each, given))
+                if not each.requires_grad:
+                    raise KVError(f"parameter {name!r} requires no gradient; leave it out")
+                if not each.is_floating_point():
+                    raise KVError(f"parameter {name!r} is of {each.dtype}; servers update real floats only")
+                facts[f"parameter {name!r}"] = f"{each.dtype} {tuple(each.shape)} in group {number}"
+        for each, name in self._others.items() if is_first else ():
+            facts[f"{name!r}, which is not trained,"] = f"{each.dtype} {tuple(each.shape)}"
+        return facts
+
     def _pull(self) -> None:
         self.kvstore.pull([each.key for each in self._flats], [each.weights for each in self._flats])
         self._written()
@@ -254,30 +270,19 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         for flat in self._flats:
             for each, place in zip(flat.params, flat.places, strict=True):
                 is_changed = each._version != next(versions)
-                if each.data_ptr() != place:
-                    found = (
-                        "was moved to other memory, as net.to() does; fix: move the model before the optimizer is made"
-                    )
-                elif is_changed:
-                    found = (
-                        "was changed, but not by step(), which would overwrite the change; fix: call assign() on all"
-                    )
-                    found += " workers after a change"
-                elif not each.requires_grad:
-                    found = "requires no gradient any more, but the servers go on with its momentum and decay; fix:"
-                    found += " freeze it before the optimizer is made, or give its group lr=0"
-                else:
-                    continue
-                raise KVError(f"parameter {self._names[each]!r} {found}")
+                is_moved, is_frozen = each.data_ptr() != place, not each.requires_grad
+                if is_moved or is_changed or is_frozen:
+                    found = MOVED if is_moved else CHANGED if is_changed else FROZEN
+                    raise KVError(f"parameter {self._names[each]!r} {found}")
 
     # --- options
 
     def _follow(self) -> None:
         """Give the servers the groups' options if they have changed: rank 0 does, before it contributes to a round."""
-        options = [{name: group[name] for name in self._options} for group in self.param_groups]
+        options = [_numbers({name: group[name] for name in self._options}) for group in self.param_groups]
         if options == self._sent:
             return
-        found = [_as_torch(self._spec.changed({"params": _numbers(each)}).params) for each in options]
+        found = [_as_torch(self._spec.changed({"params": each}).params) for each in options]
         for number, each in enumerate(found):
             for name in [name for name in each if name not in BY_KEY and each[name] != found[0][name]]:
                 raise KVError(

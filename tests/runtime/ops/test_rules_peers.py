@@ -101,11 +101,14 @@ SCHEDULED: list[tuple[str, dict[str, Any]]] = [
     ("CosineScheduler", {"max_update": 9, "base_lr": 0.3, "final_lr": 0.1, "warmup_steps": 2}),
 ]
 TORCHS = {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3}
+ADAM = {"lr": 0.1, "amsgrad": True, **TORCHS}
 MORE: dict[str, dict[str, Any]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
-    "adam": {"lr": 0.1, "amsgrad": True, "maximize": True, **TORCHS},
-    "rmsprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.3},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "RMSprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.3},
 }
+HALVING = {"type": "factor", "step": 20, "factor": 0.5}
 # The arithmetic of both is the same where their epsilons, which stand at different places, are 0.
 TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1, "wd": 0.1}, "SGD", {"lr": 0.1, "weight_decay": 0.1}),
@@ -130,10 +133,11 @@ TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         )
         for more in ({}, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True})
     ),
-    ("torch_sgd", MORE["sgd"], "SGD", MORE["sgd"]),
-    *(("torch_adam", more, "Adam", more) for more in ({}, {"lr": 0.1, **TORCHS}, MORE["adam"])),
-    ("torch_adamw", MORE["adam"], "AdamW", MORE["adam"]),
-    *(("torch_rmsprop", more, "RMSprop", more) for more in ({}, MORE["rmsprop"], {**MORE["rmsprop"], "momentum": 0.0})),
+    *(
+        (f"torch_{name.lower()}", {**more, "lr_scheduler": HALVING}, name, {**more, "halved_every": 20})
+        for name, all_more in MORE.items()
+        for more in ({"lr": 0.01}, all_more, {**all_more, "maximize": True})
+    ),
     # The same arithmetic, epsilon included; torch's own names of the parameters are taken too.
     ("torch_adamw", {}, "AdamW", {}),
     *(("torch_adamw", more, "AdamW", more) for more in ({"lr": 0.1, **TORCHS}, {"lr": 0.01, "weight_decay": 0.0})),
