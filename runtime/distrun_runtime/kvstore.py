@@ -593,11 +593,6 @@ class KVStore(KVStoreBase):
         self._ready()
         return self._collectives
 
-    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending:
-        """Give keys their shapes and dtypes, and zeros as their first values. For collective calls."""
-        self._ready()
-        return self._begin(list(items), "declare", True)
-
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
     ) -> Pending:

@@ -303,6 +303,28 @@ def shared_weights(way: Way) -> list[torch.Tensor]:
     return list(net.parameters())
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 3, sparse=True)
+        self.bag, self.out = nn.EmbeddingBag(30, 3, sparse=True), nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids).sum(1) + self.bag(ids))
+
+
+def sparse_gradients(way: Way) -> list[torch.Tensor]:
+    net = Sparse()
+    model, opt = way.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(STEPS):
+        opt.zero_grad()
+        ids = torch.randint(0, 20, (4, 3 + dist.get_rank()), generator=torch.Generator().manual_seed(step))
+        model(ids).square().mean().backward()
+        assert net.table.weight.grad.is_sparse
+        opt.step()
+    return list(net.parameters())
+
+
 def unfrozen_and_added(way: Way) -> list[torch.Tensor]:
     """DDP has to be made again for that."""
     net = perceptron()
@@ -327,7 +349,8 @@ def unfrozen_and_added(way: Way) -> list[torch.Tensor]:
 
 PROGRAMS = [
     *(clipping, grad_scaler, one_cycle, lbfgs, two_backwards, accumulation, zeroed_in_place, unused, batch_norm),
-    *(half_precision, autocast, checkpoints, reentrant_checkpoints, compiled, shared_weights, unfrozen_and_added),
+    *(half_precision, autocast, checkpoints, reentrant_checkpoints, compiled, shared_weights),
+    *(sparse_gradients, unfrozen_and_added),
 ]
 NO_OVERLAP = (reentrant_checkpoints,)
 

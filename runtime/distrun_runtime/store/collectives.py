@@ -27,7 +27,7 @@ from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.keys import Key, Zeros
+from distrun_runtime.store.keys import Zeros
 from distrun_runtime.store.objects import OBJECT_BYTES, decode, encode
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.values import array_of, output_of
@@ -45,7 +45,7 @@ _NO_OBJECT = 2**64 - 1
 class RoundsStore(Protocol):
     """What the calls need of the store that they go through: see KVStore."""
 
-    def declare_all(self, items: list[tuple[Key, Zeros]]) -> Pending: ...  # noqa: D102
+    def declare(self, key: Any, shape: object) -> Pending: ...  # noqa: D102
 
     def push(self, key: Any, value: object, *, scale: float = 1.0) -> Pending: ...  # noqa: D102
 
@@ -168,7 +168,7 @@ class _Kind:
     def __init__(self, number: int, items: Sequence[Zeros]) -> None:
         self.number = number
         self.keys: list[Any] = [f"collective call {number}, array {place}" for place in range(len(items))]
-        self.items: list[tuple[Key, Zeros]] = list(zip(self.keys, items, strict=True))
+        self.items = list(items)
         self.lock = threading.Lock()
         """Held while the keys are declared."""
         self.is_declared = False
@@ -307,7 +307,7 @@ class Collectives:
                 if not kind.is_declared:
                     assert self._rounds is not None
                     try:
-                        self._rounds.declare_all(kind.items)
+                        self._rounds.declare(kind.keys, kind.items)
                     except BaseException:
                         # The others fail, too; the next call of this kind has another number on all workers.
                         self._kinds.pop(name, None)

@@ -397,7 +397,7 @@ def declared(key: object, shape: object, dtype: object) -> list[tuple[Key, Zeros
     """Return each key with the shape and dtype that it is declared with.
 
     Arguments:
-        shape: for all keys; or, for a list of keys, a list of as many.
+        shape: for all keys; or, for a list of keys, a list of as many. Of collective calls, Zeros.
         dtype: by name or as numpy's or torch's; likewise.
 
     Raises:
@@ -407,14 +407,16 @@ def declared(key: object, shape: object, dtype: object) -> list[tuple[Key, Zeros
     is_list = isinstance(key, Sequence) and not isinstance(key, NO_LISTS)
     if is_list and len(names) < len(cast("Sequence[object]", key)):
         raise KVError("declare: each key once")
-    has_each = isinstance(shape, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in shape)
+    has_each = isinstance(shape, (list, tuple)) and any(isinstance(each, (list, tuple, Zeros)) for each in shape)
     shapes = list(cast("Sequence[object]", shape)) if is_list and has_each else [shape] * len(names)
     kinds = list(dtype) if is_list and isinstance(dtype, (list, tuple)) else [dtype] * len(names)
     if not len(shapes) == len(kinds) == len(names):
         raise KVError(f"declare: {len(names)} keys, {len(shapes)} shapes and {len(kinds)} dtypes; expected as many")
     found = []
     for name, sides, kind in zip(names, shapes, kinds, strict=True):
-        found.append((name, Zeros(shape_of(sides, f"key {name!r}"), dtype_of(kind, f"key {name!r}"))))
+        whose = f"key {name!r}"
+        made = sides if isinstance(sides, Zeros) else Zeros(shape_of(sides, whose), dtype_of(kind, whose))
+        found.append((name, made))
     return found
 
 

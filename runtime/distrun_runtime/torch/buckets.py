@@ -26,7 +26,8 @@ from torch.autograd.function import BackwardCFunction
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, Pending
-from distrun_runtime.torch.buffers import Buffers
+from distrun_runtime.torch.buffers import Buffers, give_rank_0s
+from distrun_runtime.torch.rows import average_rows, sparse_names
 
 LARGE_BYTES = 64 * 1024
 """From this size on a gradient is copied by the hook."""
@@ -151,7 +152,8 @@ class Averaging:
         self._tasks: set[int] = set()
         """The backwards at whose end `_finish` is called."""
         self._moved: list[Slot] = []
-        self._slots: dict[int, Slot] = {}
+        self._slots: list[Slot] = []
+        self._slot_of: dict[int, Slot] = {}
         """By the parameter's id."""
         self._buckets: list[Bucket] = []
 
@@ -179,24 +181,24 @@ class Averaging:
         facts["frozen parameters"] = ", ".join(name for name, param in params.items() if not param.requires_grad)
         self.store.agree(facts, "optimizers")
         self._start(params)
-        slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(trained)]
-        self._slots = {id(slot.param): slot for slot in slots}
-        self._frozen = [param for param in params.values() if id(param) not in self._slots]
-        self._used = np.zeros(len(slots), np.float32)
+        sparse = sparse_names(self._model)
+        self._tables = {name: param for name, param in trained if name in sparse}
+        dense = [(name, param) for name, param in trained if name not in sparse]
+        self._slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
+        self._slot_of = {id(slot.param): slot for slot in self._slots}
+        self._frozen = [param for param in params.values() if not param.requires_grad]
+        self._used = np.zeros(len(dense), np.float32)
         """Of each slot 1 if its parameter has got a gradient since the last exchange."""
-        self._buckets = self._buckets_of(slots)
+        self._buckets = self._buckets_of(self._slots)
         self._keys = [bucket.key for bucket in self._buckets]
         self._arrays = [bucket.array for bucket in self._buckets]
-        self.store.init(self._keys, self._arrays)
+        dtypes = [str(bucket.tensor.dtype).rpartition(".")[2] for bucket in self._buckets]
+        self.store.declare(self._keys, [tuple(array.shape) for array in self._arrays], dtypes)
 
     def _start(self, params: Mapping[str, Any]) -> None:
         """Give parameters that are new, and at first buffers, rank 0's values; hook the parameters."""
         new = {name: param for name, param in params.items() if id(param) not in self._hooks}
-        values = [*new.values(), *(self._model.buffers() if not self._hooks else ())]
-        if values:
-            arrays = [_storable(value.detach()) for value in values]
-            keys = [f"start {self._number}.{self._layouts}.{at}" for at in range(len(values))]
-            self.store.broadcast(keys, arrays, out=arrays)
+        give_rank_0s(self.store, [*new.values(), *(self._model.buffers() if not self._hooks else ())])
         for param in new.values():
             is_real = param.is_floating_point() or param.is_complex()
             self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
@@ -224,7 +226,7 @@ class Averaging:
             for at, (key, group) in enumerate(zip(keys, groups, strict=False))
         ]
         if not carriers:
-            like = torch.empty(0, dtype=self._buffers.dtype, device=slots[0].param.device)
+            like = torch.empty(0, dtype=self._buffers.dtype, device=next(self._model.parameters()).device)
             buckets.append(Bucket(self.store, keys[-1], [], like, extra))
         self._wants, self._flags, self._row = buckets[carrier].extra.split([1, len(slots), self._buffers.size])
         return buckets
@@ -236,7 +238,7 @@ class Averaging:
 
     def _accumulated(self, param: Any) -> None:
         """Take note that a parameter has got a gradient. Autograd calls it."""
-        slot = self._slots.get(id(param))
+        slot = self._slot_of.get(id(param))
         if slot is not None:
             self._used[slot.index] = 1.0
         if self.is_syncing:
@@ -303,14 +305,15 @@ class Averaging:
         self._exchange()
         self._buffers.take(self._row)
         unused = set() if self._used.all() else self._unused()
-        for slot in self._slots.values():
+        for slot in self._slots:
             if slot.index not in unused:
                 slot.param.grad = slot.view
         self._used.fill(0.0)
         self._reset()
+        average_rows(self.store, self._tables)
         if self._wants.item():
             self.lay_out({})
-            self._used[:] = [slot.param.grad is not None for slot in self._slots.values()]
+            self._used[:] = [slot.param.grad is not None for slot in self._slots]
             self._average()
 
     def _exchange(self) -> None:
@@ -325,7 +328,7 @@ class Averaging:
                 assert bucket.pending is not None
                 bucket.pending.wait()
         except KVError as err:
-            wrong = [repr(slot.name) for slot in self._slots.values() if not slot.view.isfinite().all()]
+            wrong = [repr(slot.name) for slot in self._slots if not slot.view.isfinite().all()]
             if self._compression and wrong:  # In place: the error keeps its type and where it was raised.
                 err.args = (f"worker-{self.store.rank}: gradient of {', '.join(wrong[:3])}: {err}", *err.args[1:])
             raise
@@ -344,14 +347,6 @@ def _size_bytes(of: Any) -> int:
 def _described(name: str, param: Any) -> str:
     dtype, layout = str(param.dtype).rpartition(".")[2], "" if param.is_contiguous() else f" strides {param.stride()}"
     return f"{name!r} {dtype} {tuple(param.shape)}{layout}"
-
-
-def _storable(tensor: Any) -> Any:
-    """Return a tensor in a dtype that stores have, in the same memory."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    is_known = tensor.dtype.itemsize > 1 or tensor.dtype in (torch.uint8, torch.int8)
-    return tensor if is_known else tensor.view(torch.uint8)
 
 
 def _hook(param: Any, function: Callable[[Any], None]) -> Any:

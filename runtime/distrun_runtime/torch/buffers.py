@@ -1,10 +1,13 @@
-"""Buffers of a model, such as the statistics of a BatchNorm: how they travel beside the gradients of a step."""
+"""What workers have alike beside gradients: the values they begin with, and the buffers of a model at each step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from distrun_runtime.kvstore import KVStore
 
 MODES = ("rank0", "mean", "own")
 """What workers get at each exchange: rank 0's buffers; the mean of those that are floats, and rank 0's others; or
@@ -12,6 +15,31 @@ nothing."""
 
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)
 """Types whose values float32 has exactly."""
+
+
+STAGE_BYTES = 16 * 1024 * 1024
+"""How much of the first values travels at once: the store keeps memory for it."""
+
+
+def give_rank_0s(store: KVStore, tensors: Sequence[Any]) -> None:
+    """Replace the values of tensors by rank 0's. Collective; the tensors have the same shapes and dtypes."""
+    whole = [tensor.detach().contiguous() for tensor in tensors]
+    rows = [each.reshape(-1).view(torch.uint8) for each in whole if each.numel()]
+    pieces = [piece for row in rows for piece in row.split(STAGE_BYTES)]
+    stage = store.empty(min(STAGE_BYTES, sum(map(len, pieces))), torch.uint8)
+    while pieces:
+        some: list[Any] = []
+        while pieces and sum(map(len, some)) + len(pieces[0]) <= len(stage):
+            some.append(pieces.pop(0))
+        parts = stage.split([*map(len, some), len(stage) - sum(map(len, some))])
+        for piece, part in zip(some, parts, strict=False):
+            part.copy_(piece)
+        store.broadcast(None, stage, out=stage)
+        for piece, part in zip(some, parts, strict=False):
+            piece.copy_(part)
+    for tensor, each in zip(tensors, whole, strict=True):
+        if each.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(each)
 
 
 class Buffers:

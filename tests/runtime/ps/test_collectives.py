@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import queue
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from cluster import Cluster, open_store, run_job
+from fakearrays import put
+from gpukit import Machine, gpus_of_process
+from gputensors import Torch
 
-from distrun_runtime.errors import KVError
-from distrun_runtime.kvstore import KVStore, Pending
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
+from distrun_runtime.kvstore import KVStore, Pending, create
 from distrun_runtime.store import objects
 from distrun_runtime.store.pending import BackgroundCall, Late
 
@@ -158,11 +163,8 @@ def test_what_is_no_object_is_an_error_of_all_workers_that_says_where_it_is(run:
         deep: Any = []
         for _ in range(200):
             deep = [deep]
-        for given, text in (
-            ({"a": [1, {2}]}, r"value\['a'\]\[1\]: found set"),
-            ({1: 2}, "a str, not int"),
-            (deep, "100"),
-        ):
+        wrong = (({"a": [1, {2}]}, r"value\['a'\]\[1\]: found set"), ({1: 2}, "a str, not int"), (deep, "100"))
+        for given, text in (*wrong, (10**5000, "digits")):
             with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
                 kv.allgather_object(given if kv.rank else 5)
             with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
@@ -176,15 +178,175 @@ def test_bytes_that_are_no_object_are_refused() -> None:
     good = objects.encode([1, np.arange(3), b"abc", {"a": None}], "value")
     assert len(objects.decode(good, "call")) == 4
     nodes = ['{"a":1}', '["array","float32",[-1],"numpy"]', '["array","O",[1],"numpy"]', '["bytes",99]', '["what",[]]']
-    nodes += [
-        "[" * 100_000,
-        '["list",' * 200 + "1" + "]" * 200,
-        '["dict",[[1,2]]]',
-        '["list",5]',
-        '["bytes",true]',
-        "nan",
-    ]
+    nodes += ["nan", "[" * 100_000, '["list",' * 200 + "1" + "]" * 200, '["dict",[[1,2]]]', '["list",5]']
     wrong = [struct.pack("<Q", len(text)) + text.encode() + b"0123" for text in nodes]
     for data in [b"", good[:-1], good + b"x", struct.pack("<Q", 2**63) + good, *wrong]:
         with pytest.raises(KVError, match="no object"):
             objects.decode(data, "call")
+
+
+def test_calls_may_be_under_way_together_and_a_list_has_arrays_of_any_sort(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        sorts = [np.zeros((), np.float16), np.zeros((2, 0)), np.zeros(70_000, np.int8), np.zeros((3, 2))[:, 0]]
+        for step in range(3):
+            outs = [[np.empty_like(each) for each in sorts] for _ in range(4)]
+            given = [[each + each.dtype.type(turn + step) for each in sorts] for turn in range(4)]
+            ops = ("sum", "max", "sum", "max")
+            calls = [kv.allreduce(*its, op=op, wait=False) for *its, op in zip(given, outs, ops, strict=True)]
+            for call in reversed(calls):
+                call.wait()
+            for turn, its in enumerate(outs):
+                times = 1 if turn % 2 else kv.num_workers
+                assert all((found == (turn + step) * times).all() for found in its)
+
+    run(script, 2, 2)
+
+
+def test_threads_make_calls_of_kinds_of_their_own(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        for size in range(1, 5):
+            kv.allgather(own(kv, size))
+        found: list[Any] = []
+
+        def work(size: int) -> None:
+            for step in range(20):
+                wanted = np.stack([np.arange(size) % 7 + step, np.arange(size) % 7 + step + 10])
+                found.append(np.array_equal(kv.allgather(own(kv, size) + step), wanted))
+
+        threads = [threading.Thread(target=work, args=(size,)) for size in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == [True] * 80
+
+    run(script, 2, 2)
+
+
+@pytest.mark.parametrize("type_name", ["dist_async", "dist_sync"])
+def test_a_rule_keys_and_compression_have_nothing_to_do_with_the_calls(run: Run, type_name: str) -> None:
+    def script(kv: KVStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.init([7, 8], [np.ones(2, np.float32)] * 2)
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        for _ in range(3):
+            np.testing.assert_array_equal(kv.allreduce(np.arange(40_000, dtype=np.float32)), 2 * np.arange(40_000))
+        out = np.empty(2, np.float32)
+        kv.pull(7, out)
+        assert out.tolist() == [1, 1]
+        assert repr(kv) == f"<KVStore {type_name!r}: 2 keys>"
+        with pytest.raises(KVError, match="store of 2 keys"):
+            kv.pull(9, out)
+        kv.close()
+        with pytest.raises(StoreClosed):
+            kv.allreduce(out)
+
+    run(script, 2, 2, type_name=type_name)
+
+
+def test_one_who_has_joined_contributes_nothing(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.init("w", np.zeros(2, np.float32))
+        values = [kv.allreduce(np.full(2, 1 + kv.rank)).tolist() for _ in range(1 + kv.rank)]
+        if kv.rank:
+            kv.push("w", np.ones(2, np.float32))
+        kv.join()
+        assert values == [[3, 3], [2, 2]][: 1 + kv.rank]
+        assert kv.allreduce(np.ones(2)).tolist() == [2, 2]
+
+    run(script, 2, 2)
+
+
+def test_the_calls_of_a_group_are_its_own(job: Callable[..., Cluster]) -> None:
+    def script(session: Any) -> list[Any]:
+        first = session.rank // 2 * 2
+        kv = open_store("dist_sync", session, group=f"from {first}", members=[first, first + 1])
+        return [kv.allgather(np.array(session.rank)).tolist(), kv.broadcast_object(session.rank, 1)]
+
+    with job(4, 2) as cluster:
+        assert cluster.run_sessions(script) == [[[0, 1], 1]] * 2 + [[[2, 3], 3]] * 2
+
+
+def test_the_call_that_waits_for_a_worker_which_has_ended_names_it(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.allgather(np.zeros(3))
+        if kv.rank:
+            with pytest.raises(RuntimeFault, match="worker-0"):
+                kv.allgather(np.zeros(3))
+
+    run(script, 2, 2)
+
+
+def test_a_key_is_broadcast_by_any_worker_and_a_declared_key_begins_with_zeros(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        out = np.empty((2, 200_000), np.float32)
+        kv.broadcast("a", np.full((2, 200_000), kv.rank + 5, np.float32), out, root=1)
+        assert (out == 6).all()
+        kv.declare(["b", "c", "d"], [3, (), (2, 200_000)], ["bfloat16", "int8", np.float32])
+        kv.pull("d", out)
+        assert not out.any()
+        kv.push("d", np.ones((2, 200_000), np.float32))
+        kv.pull("d", out)
+        assert (out == 2).all()
+        with pytest.raises(KVError, match="already initialised"):
+            kv.broadcast("a", out, out, root=1)
+        with pytest.raises(KVError, match="3 keys, 2 shapes"):
+            kv.declare(["x", "y", "z"], [(1,), (2,)])
+
+    run(script, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_one_process_has_the_same_calls(kind: str) -> None:
+    with create(kind) as kv:
+        value = np.arange(3)
+        assert kv.allreduce(value, op="max").tolist() == kv.broadcast(None, value).tolist() == [0, 1, 2]
+        assert kv.allgather([value])[0].tolist() == [[0, 1, 2]]
+        assert kv.reduce_scatter(value.reshape(1, 3)).tolist() == [0, 1, 2]
+        assert kv.broadcast_object({"a": 1}) == {"a": 1}
+        kv.declare("a", (2,))
+        out = np.ones(2, np.float32)
+        kv.pull("a", out)
+        assert not out.any()
+
+
+def test_what_is_wrong_with_a_call_is_said_before_anybody_waits(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        value = np.zeros(3)
+        for call, text in (
+            (lambda: kv.allreduce(value, op="product"), "no operation 'product'; known are sum, mean, min, max"),
+            (lambda: kv.allreduce(np.zeros(3, np.int32), op="mean"), "a mean is of floats, not of int32"),
+            (lambda: kv.allreduce(value, np.zeros(2)), r"out has shape \(2,\).* expected shape \(3,\)"),
+            (lambda: kv.allreduce([value], [value, value]), "1 arrays and 2 outputs"),
+            (lambda: kv.allreduce(value, [value]), "both a list"),
+            (lambda: kv.allreduce(value, wait=False), "wait=False it needs out"),
+            (lambda: kv.allreduce(np.zeros(2, complex)), "complex128"),
+            (lambda: kv.broadcast(None, value, root=2), "a rank from 0 to 1, not 2"),
+            (lambda: kv.reduce_scatter(value), "expected 2 parts"),
+        ):
+            with pytest.raises(KVError, match=text):
+                call()
+
+    run(script, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_device_sync"])
+def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus_of_process(Machine(2)) as machine:
+        torch = Torch(machine)
+        put(monkeypatch, torch)
+
+        def script(kv: KVStore) -> None:
+            for step in range(3):
+                with torch.stream(torch.new_stream(kv.rank)):
+                    value = torch.tensor(own(kv, 3000) + np.float32(step), kv.rank)
+                    assert kv.allreduce([value], [value], op="mean")[0] is value
+                    np.testing.assert_allclose(value.get(), own(kv, 3000) % 10 + step + 5)
+                    kv.allreduce(value, value, op="max", wait=False).wait()
+                    np.testing.assert_allclose(value.get(), own(kv, 3000) % 10 + step + 5)
+                    value.set(own(kv, 3000))
+                    kv.broadcast(None, value, value, root=1)
+                    np.testing.assert_array_equal(value.get(), own(kv, 3000) % 10 + 10)
+
+        run_job(script, 2, 1, type_name=kind)
+        machine.finish()
