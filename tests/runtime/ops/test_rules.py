@@ -347,6 +347,13 @@ def test_nesterov_without_momentum_or_with_dampening_is_refused(params: dict[str
         rules.make("torch_sgd", {"nesterov": True, **params})
 
 
+def test_parameters_that_only_torchs_rule_has_are_refused_with_its_name() -> None:
+    with pytest.raises(KVError, match=r"'sgd' has no parameter 'nesterov'.* fix: use 'torch_sgd', which has torch's"):
+        rules.RuleSpec.of("sgd", {"lr": 0.1, "nesterov": True})
+    with pytest.raises(KVError, match=r"weight_decay$"):
+        rules.RuleSpec.of("sgd", {"nesterov": 7})
+
+
 def test_a_learning_rate_of_0_changes_no_weight() -> None:
     for name in set(rules.RULES) - {"test"}:
         rule, weight = rules.make(name, {**FULL.get(name, {}), "lr": 0}), np.full(3, 0.5)

@@ -50,7 +50,7 @@ class Run:
         self.seen = []
 
     def train(self, begin, save_at=None):
-        loader = torch.utils.data.DataLoader(DATA, 2, sampler=self.sampler)
+        loader = torch.utils.data.DataLoader(DATA, 2, sampler=self.sampler, num_workers=2)
         opt = dt.DistributedOptimizer(self.opt, self.net)
         for epoch in range(begin, 2):
             self.sampler.set_epoch(epoch)

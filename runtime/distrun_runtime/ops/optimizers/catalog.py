@@ -76,9 +76,24 @@ def completed(name: str, params: Mapping[str, object]) -> tuple[str, dict[str, J
         KVError: as `RuleSpec.of`.
     """
     found = _builtin(name)
-    if found is not None:
+    if found is None:
+        return name, _complete_custom(name, params)
+    try:
         return found.name, found.complete(params)
-    return name, _complete_custom(name, params)
+    except KVError as err:
+        torchs = f"torch_{found.name}"
+        if _takes(torchs, params):
+            raise KVError(f"{err}. fix: use {torchs!r}, which has torch's parameters and arithmetic") from None
+        raise
+
+
+def _takes(name: str, params: Mapping[str, object]) -> bool:
+    """Return whether there is a built-in rule of this name that these parameters are right for."""
+    try:
+        RULES[name].complete(params)
+    except (KeyError, KVError):
+        return False
+    return True
 
 
 def updated(name: str, present: Mapping[str, Json], given: Mapping[str, object]) -> dict[str, Json]:
