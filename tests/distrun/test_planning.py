@@ -310,6 +310,7 @@ def test_a_gpu_that_one_of_the_hosts_does_not_show_its_servers_is_refused_when_t
     )
     assert caught.value.exit_code == 2
     make(2, 2, hosts, server_device="gpu:1")
+    make(2, 1, hosts, server_device="gpu:2")  # d2 has no server
     make(2, 2, hosts, server_device="gpu:2", settings=(Setting("CUDA_VISIBLE_DEVICES", "5,6,7", "server"),))
 
 

@@ -36,7 +36,7 @@ from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import RuntimeFault
 
 NONCE_BYTES = 16
-"""Of what shows another process that it has the right memory."""
+"""Of what shows another process that it has the right memory, or the right connection."""
 PAGE = mmap.PAGESIZE
 FIRST_BYTES = 16 * 1024 * 1024
 SEGMENT_BYTES = 256 * 1024 * 1024

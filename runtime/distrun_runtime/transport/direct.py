@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.arrays.shared_memory import NONCE_BYTES
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import BYTES, ENTRY_LIMIT, FRAME_LIMIT, VIEW
 from distrun_runtime.transport.admission import UNPROVEN_S
@@ -68,7 +69,6 @@ MAGIC = b"DRKD"
 VERSION = 1
 _HEAD = struct.Struct("<4sBBxx")
 """Magic, version, kind."""
-_NONCE_BYTES = 16
 PROOF_BYTES = _HEAD.size + hashlib.sha256().digest_size
 UNPROVEN = 128
 """How many of them are kept; the oldest is closed when one more comes."""
@@ -482,7 +482,7 @@ class DirectTransport:
             return
         if self._listeners is None:
             self._listen()
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         pair.proofs = self._proofs(nonce)
         self._say(link, DirectKind.OFFER, {**self._offer, "nonce": nonce.hex()})
 

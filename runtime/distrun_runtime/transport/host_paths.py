@@ -176,10 +176,15 @@ class BulkTransport:
         shared = self._segments.lease(link, frames, is_on_gpu=bool(on_gpu)) if table else None
         if shared is None:
             return self._inner.send(link, list(map(readable, frames)) if on_gpu else frames)
-        self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
-        self._in_use.append(shared)  # First: an interruption does not tell whether it was sent.
-        head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
-        inner = self._inner.send(link, [head + b"".join(table), *rest])
+        try:
+            self._in_use.append(shared)
+            self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
+            head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
+            inner = self._inner.send(link, [head + b"".join(table), *rest])
+        except BaseException:  # A signal handler has raised. Where it is not known, the message may have been sent.
+            if self.direct is not None and not self.direct.was_sent(link, rest[0]):
+                shared.take_back()
+            raise
         lease: Lease = shared
         if not inner.is_over:
             lease = self._by_inner[inner] = self._in_use[-1] = _SplitLease([shared, inner])

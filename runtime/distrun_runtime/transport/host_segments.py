@@ -201,9 +201,14 @@ class SharedLease:
             return True
         if self.peer.out.slots[self.slot] != self.generation and not self.peer.is_gone:
             return False
-        self.frames = None
-        self.free.append(self.slot)
+        self.take_back()
         return True
+
+    def take_back(self) -> None:
+        """The message was not sent."""
+        if self.frames is not None:
+            self.frames = None
+            self.free.append(self.slot)
 
     def let_go(self) -> None:
         """The receiver is known to be done with the frames: their memory may be used at once, and only the slot waits
@@ -462,7 +467,9 @@ class Segments:
         if not free or (is_on_gpu and not self.gpu.record(peer.gpu, free[-1])):
             return None
         peer.generation = peer.generation % 0xFFFFFFFF + 1
-        return SharedLease(peer, free.pop(), peer.generation, frames, free)
+        lease = SharedLease(peer, free[-1], peer.generation, frames, free)
+        del free[-1]  # Last, and no call: a signal handler that raises takes no slot along.
+        return lease
 
     def fill(
         self, frames: list[Buffer], link: str, table: Sequence[tuple[int, ...]], slot: int, generation: int

@@ -99,6 +99,49 @@ def test_a_look_that_takes_long_delays_signals_and_leaves_none_out(monkeypatch: 
     assert child.returncode == -signal.SIGKILL
 
 
+class Clock:
+    """Time that passes only while somebody sleeps, and processes that live until a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.sent = 0.0, list[tuple[float, int]]()
+        monkeypatch.setattr(stopping, "time", self)
+        monkeypatch.setattr(process, "send_signal", lambda who, number: self.sent.append((round(self.now, 3), number)))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, time_s: float) -> None:
+        self.now += time_s
+
+
+def test_what_is_found_is_asked_to_end_once_and_killed_after_the_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    row = Process(2**22 + 7, 1, 5, 5, "proc:x:2", "S")
+    assert stopping.end_all(lambda: [row] if clock.now < 2.02 else [], 2.0)[1] == []
+    assert clock.sent[:2] == [(0.0, signal.SIGTERM), (0.0, signal.SIGCONT)]
+    assert {number for _, number in clock.sent[2:]} == {signal.SIGKILL}
+    assert clock.sent[2][0] == pytest.approx(2.0, abs=stopping.POLL_S)
+
+
+@pytest.mark.parametrize(("takes_s", "is_killed"), [(3.9, False), (4.5, True)])
+def test_an_agent_has_the_grace_time_and_two_seconds_before_its_tasks_are_ended_for_it(
+    job: str, takes_s: float, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    agent = Process(2**22 + 7, 1, 5, 5, "proc:x:2", "S")
+    record = Record(job, "h", GONE, agent.identity, 1.0)
+    monkeypatch.setattr(share, "folders_of", lambda job, nonce: [str(Path(share.private_root()) / "none")])
+    monkeypatch.setattr(share, "find_record", lambda folder: record)
+    monkeypatch.setattr(process, "is_alive", lambda who: who == agent.identity and clock.now < takes_s)
+    monkeypatch.setattr(stopping, "belongings", lambda *of: [agent] if clock.now < takes_s else [])
+    monkeypatch.setattr(process, "mine", list)
+    report = stopping.sweep(job, 2.0)
+    assert [(number in (signal.SIGTERM, signal.SIGCONT), at) for at, number in clock.sent[:2]] == [(True, 0.0)] * 2
+    assert (len(clock.sent) > 2) == is_killed
+    assert [pid for pid, _ in report.ended] == [agent.pid]
+    assert report.left == []
+
+
 def test_what_will_not_die_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "GIVE_UP_S", 0.2)
     immortal = Process(2**22 + 7, 1, 5, 5, "proc:x:2", "D")

@@ -325,8 +325,8 @@ def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_r
 ) -> None:
     """Worker 0 pulls round 1 of two keys of the other host: one goes a round on while the other is waited for.
 
-    Other keys of the store may be new, or given other values, meanwhile. Or worker 1 has asked for one of the two before,
-    so that they come one after the other.
+    Other keys of the store may be new, or given other values, meanwhile. Or worker 1 has asked for one of the two
+    before, so that they come one after the other.
     """
     pushed, asked = threading.Event(), threading.Event()
 

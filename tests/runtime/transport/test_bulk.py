@@ -166,6 +166,28 @@ def test_memory_that_is_lent_stays_so_if_a_later_send_is_interrupted_anywhere(on
     del arrived
 
 
+def test_a_send_that_is_interrupted_anywhere_keeps_nothing_unless_its_message_has_left(
+    pair: Callable[..., Pair],
+) -> None:
+    one = pair(streams=True)
+    one.opener.proven("server-0")
+    is_ready = [one.opener.shares, one.opener.direct.is_open]
+    until(one.opener, lambda events: all(each("server-0") for each in is_ready), one.acceptor)
+    array, at, free = one.array(), 1, one.opener._segments.peers["server-0"].free
+    count = len(free)
+    while interrupted(lambda: one.opener.send("server-0", [bytearray(b"head"), bytes_of(array)]), at):
+        at += 1
+        for each in (one.acceptor, one.opener):
+            each.poll(0.0)
+    one.opener.send("server-0", [b"last", bytes_of(array)])
+    until(one.acceptor, lambda events: any(bytes(each.frames[0]) == b"last" for each in events), one.opener)
+    gc.collect()
+    one.opener.poll(0.0)
+    assert at > 10
+    assert one.opener._in_use == []
+    assert len(free) == len(set(free)) == count
+
+
 def test_a_frame_is_not_taken_for_one_that_had_its_id_before(one: Pair) -> None:
     first, second = bytes_of(one.array(value=3.0)), bytes_of(one.array(value=9.0))
     one.pass_on(b"", first)
