@@ -34,7 +34,7 @@ from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, ENTRY, Payload
 from distrun_runtime.ps.role import Request
 
-__all__ = ["Buckets", "Portion", "Route", "cut", "mxnet_shards", "place", "portions_of", "shards_on"]
+__all__ = ["Buckets", "Portion", "Route", "cut", "message_limit", "mxnet_shards", "place", "portions_of", "shards_on"]
 
 SHARD_BYTES = 1024 * 1024
 """The most that one shard has, unless one row is longer."""
@@ -65,6 +65,21 @@ BUCKETS = 64
 """How many lists of entries a server remembers of one worker."""
 BUCKET_ENTRIES = 8
 """A message of fewer entries names them each time."""
+
+
+def message_limit(size_bytes: int, *, is_shared: bool, is_on_one_host: bool) -> int:
+    """Return the most that a message of a call over so many bytes carries.
+
+    All workers of the job send the same messages of a small call, as a server then knows them all (`ps.steady`). Over a
+    network these are short, so that servers add and answer the first of them while the others are under way.
+
+    Arguments:
+        is_shared: all servers read this process's memory.
+        is_on_one_host: all nodes of the job are on this host.
+    """
+    if size_bytes <= MESSAGE_BYTES and not is_on_one_host:
+        return SHARD_BYTES
+    return SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
 
 
 def cut(size: int, itemsize: int, row_size: int = 0) -> list[tuple[int, int]]:

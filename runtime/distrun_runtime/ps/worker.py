@@ -165,6 +165,8 @@ class Worker:
         """The same, of every host that has relays."""
         self._summing: list[NodeIdentity] = []
         """All nodes, if workers of one host are to add what they push."""
+        self.is_on_one_host = False
+        """Whether all nodes of the job are; known when `ready` is resolved."""
         self._config = config
         self._ready = ready
         self._root = config.root_endpoint
@@ -250,6 +252,7 @@ class Worker:
         nodes = nodes_of(message.body["nodes"])
         self.me = self._config.identity(self.me.endpoint, message.body["rank"])
         servers = [node for node in nodes if node.role == "server"]
+        self.is_on_one_host = len({node.host for node in nodes}) == 1
         self.servers = sorted(servers, key=lambda node: node.rank)
         if message.body.get("host_sums"):
             self._summing = nodes

@@ -37,10 +37,10 @@ from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
     BUCKET_ENTRIES,
     MESSAGE_BYTES,
-    SHARED_MESSAGE_BYTES,
     Buckets,
     Portion,
     Route,
+    message_limit,
     portions_of,
 )
 from distrun_runtime.ps.session import Asked, Commitment, PlannedSends
@@ -646,7 +646,7 @@ class Transfers:
         found: _Routes | None = keys.kept
         node = self._link.node
         is_shared = all(map(node.staging, node.value_servers))
-        size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
+        size = message_limit(keys.size_bytes, is_shared=is_shared, is_on_one_host=node.worker.is_on_one_host)
         version = self._compressor.version, size
         if found is None or found.version != version:
             settings = [self._compressor.of(record) for record in keys.records]

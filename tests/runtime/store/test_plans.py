@@ -15,7 +15,7 @@ import numpy as np
 import plans
 import pytest
 from alternation import alternate
-from cluster import PATHS, run_job
+from cluster import PATHS, Cluster, run_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupted
@@ -150,6 +150,31 @@ def test_large_answers_that_travel_as_bytes_are_received_in_the_same_memory_agai
         assert all(into is not None and len(into) == 4 * (size + 5) for one in calls for into in one.into)
         # A call that has become a request, as this machine was slow, leaves its memory to it.
         assert len({id(into) for one in calls for into in one.into}) <= 1 + sum(one.is_request for one in calls)
+
+
+@pytest.mark.parametrize(("hosts", "lengths"), [(1, [3 << 20]), (2, [1 << 20] * 3)])
+def test_between_hosts_a_small_call_goes_by_messages_of_one_shard(
+    steady: list[plans.SteadyCall], monkeypatch: pytest.MonkeyPatch, hosts: int, lengths: list[int]
+) -> None:
+    class OnHosts(Cluster):
+        def session(self, rank: int = -1, **changes: Any) -> Any:
+            return super().session(rank, host=("here", "there")[rank % hosts], **changes)
+
+    monkeypatch.setattr(Transfers, "_staging", lambda self, portion: None)
+    size = 3 << 18
+    ramp = np.arange(size, dtype=np.float32)
+
+    def script(kv: KVStore) -> None:
+        kv.init("a", full(0, (size,)))
+        out = full(-1, (size,))
+        for step in range(5):
+            kv.pushpull("a", ramp + step, out)
+            assert (out == 2 * ramp + 2 * step).all()
+
+    with OnHosts(2, 1, over="direct") as job:
+        job.run(script)
+    calls = [one for one in steady if one.kind is Kind.PUSHPULL]
+    assert [[len(into or b"") for into in one.into] for one in calls] == [lengths] * 8
 
 
 @pytest.mark.parametrize("calls", ["pushpull", "push and pull"])
