@@ -262,7 +262,8 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
     def _written(self) -> None:
         """Record that the store has written the weights, for autograd and for `_check_params`."""
         params = [each for flat in self._flats for each in flat.params]
-        torch.autograd.graph.increment_version(params)
+        for each in params:  # older versions of torch take no list
+            torch.autograd.graph.increment_version(each)
         self._versions = [each._version for each in params]
 
     def _check_params(self) -> None:
