@@ -1,4 +1,4 @@
-"""Measure training steps of torch with distrun's Trainer beside DistributedDataParallel, and write the table.
+"""Measure training steps of torch with distrun beside DistributedDataParallel, and write the table.
 
     scripts/install peers                           # once: torch
     python benchmarks/torch_step.py --write         # docs/benchmarks.md
@@ -19,11 +19,18 @@ from round import reports_of, slowest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
 RUN_TIMEOUT_S = 300
-OURS = "trainer"
 MODELS = ("1M", "10M", "25M", "300 small")
-SYSTEMS = {OURS: 2, "trainer, overlap": 2, "DDP": 0, "one rank alone": 0}
-"""Each with its number of servers."""
-FORMS = {OURS: "trainer", "trainer, overlap": "overlap", "DDP": "ddp", "one rank alone": "none"}
+SYSTEMS = {
+    "DistributedOptimizer": "opt",
+    "DistributedOptimizer, overlap": "opt-overlap",
+    "trainer": "trainer",
+    "trainer, overlap": "overlap",
+    "DDP": "ddp",
+    "one rank alone": "none",
+}
+"""Each with its form in the script."""
+OTHERS = ("DDP", "one rank alone")
+"""They have no servers."""
 FOLDER = "/tmp/distrun-torch-step"
 """Where the script is on other hosts."""
 
@@ -34,11 +41,11 @@ def measure(system: str, model: str, options: argparse.Namespace) -> float | Non
     """Run `system` once and return its median seconds a step; None, and a word why, if it failed."""
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix"]
     command += ["--hosts", options.hosts, "--sync-dst-dir", FOLDER] if options.hosts else ["--launcher", "local"]
-    command += ["-n", str(options.workers), "-s", str(SYSTEMS[system] and options.servers)]
+    command += ["-n", str(options.workers), "-s", "0" if system in OTHERS else str(options.servers)]
     command += ["--timeout", str(RUN_TIMEOUT_S), "--env", "OMP_NUM_THREADS=1"]
     python = str(options.peers / "torch" / "bin" / "python")
     script = "torch_step.py" if options.hosts else str(SCRIPTS / "torch_step.py")
-    command += [python, script, model, str(options.steps), FORMS[system]]
+    command += [python, script, model, str(options.steps), SYSTEMS[system]]
     reports = reports_of(command, "%s, %s" % (system, model), options.workers, bool(options.hosts))
     return None if reports is None else slowest([each["times_s"] for each in reports])
 
@@ -48,7 +55,7 @@ def measure_all(options: argparse.Namespace) -> Found:
     found: Found = {}
     for model in options.models:
         for run in range(options.runs):
-            for system in SYSTEMS:
+            for system in options.systems:
                 seconds = measure(system, model, options)
                 if seconds is not None:
                     found.setdefault((model, system), []).append(seconds)
@@ -56,18 +63,18 @@ def measure_all(options: argparse.Namespace) -> Found:
     return found
 
 
-def table(models: list[str], found: Found) -> str:
+def table(models: list[str], systems: list[str], found: Found) -> str:
     """Return milliseconds a step, and in brackets that time divided by DDP's, the median of the runs' ratios."""
-    rows = ["| model | %s |" % " | ".join(SYSTEMS), "|---" * (len(SYSTEMS) + 1) + "|"]
+    rows = ["| model | %s |" % " | ".join(systems), "|---" * (len(systems) + 1) + "|"]
     for model in models:
         cells = []
-        for system in SYSTEMS:
+        for system in systems:
             times, others = found.get((model, system), []), found.get((model, "DDP"), [])
             if not times:
                 cells.append("failed")
                 continue
             text = "%.1f" % (statistics.median(times) * 1e3)
-            if system.startswith(OURS) and len(others) == len(times):
+            if system not in OTHERS and len(others) == len(times):
                 ratios = [mine / theirs for mine, theirs in zip(times, others, strict=True)]
                 text += " (%.2f, %.2f-%.2f)" % (statistics.median(ratios), min(ratios), max(ratios))
             cells.append(text)
@@ -79,10 +86,10 @@ HEADING = "A step of torch"
 SECTION = """\
 Measured by `benchmarks/torch_step.py`. A step of a perceptron of torch: forward and backward of a batch of 16, one
 thread each rank, and the update (sgd with momentum). `1M`: 4 layers, 1.1 million parameters; `10M`: 10 layers, 10.5
-million; `25M`: 24 layers, 25 million; `300 small`: 150 layers, 300 tensors of 16 or 256 numbers. trainer is
-distrun's `Trainer` with `dist_sync` and %d servers, which update the weights; `overlap`: with `overlap=True`. DDP is
-torch's DistributedDataParallel over gloo, whose ranks update by themselves. `one rank alone`: the same steps without
-communication, by as many processes.
+million; `25M`: 24 layers, 25 million; `300 small`: 150 layers, 300 tensors of 16 or 256 numbers. DistributedOptimizer
+has torch's SGD, whose gradients it averages through %d servers. trainer is distrun's `Trainer` with `dist_sync`, whose
+servers update the weights. `overlap`: with `overlap=True`. DDP is torch's DistributedDataParallel over gloo, whose
+ranks update by themselves. `one rank alone`: the same steps without communication, by as many processes.
 
 Milliseconds a step, and in brackets the time divided by DDP's (below 1.00: distrun is faster): the median of the ratios
 of the runs, and their range.
@@ -104,6 +111,7 @@ def main() -> None:
     """Measure, print the table, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="rows (default: all)")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="columns (default: all)")
     parser.add_argument("--steps", type=int, default=20, help="steps a run (default 20, after 2 to warm up)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
@@ -115,7 +123,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
     found = measure_all(options)
-    text = table(options.models, found)
+    text = table(options.models, options.systems, found)
     print(text)
     if options.write:
         import report

@@ -1,7 +1,8 @@
-"""One rank of training steps with torch, on its own part of the data: MODEL STEPS ddp|trainer|overlap|none.
+"""One rank of training steps with torch, on its own part of the data: MODEL STEPS FORM.
 
-`ddp`: torch's DistributedDataParallel over gloo, and its SGD. `trainer`: distrun's Trainer, `overlap`: the same with
-overlap=True. `none`: torch's SGD without other ranks: what the step takes without communication.
+`ddp`: torch's DistributedDataParallel over gloo, and its SGD. `opt`: torch's SGD in distrun's DistributedOptimizer.
+`trainer`: distrun's Trainer. `opt-overlap`, `overlap`: the same two with overlap=True. `none`: torch's SGD without
+other ranks: what the step takes without communication.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import os
 import sys
 import time
+from functools import partial
 from typing import Any, Callable, List, Tuple
 
 import torch
@@ -62,6 +64,15 @@ def by_trainer(net: torch.nn.Module, overlap: bool) -> Step:
     return net, trainer.zero_grad, trainer.step, trainer.close
 
 
+def by_optimizer(net: torch.nn.Module, overlap: bool) -> Step:
+    """Train with torch's SGD, whose gradients distrun averages."""
+    import distrun_runtime.torch as dt
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
+    optimizer = dt.DistributedOptimizer(optimizer, net, overlap=overlap)
+    return net, optimizer.zero_grad, optimizer.step, dt.store().close
+
+
 def by_itself(net: torch.nn.Module) -> Step:
     """Train without other ranks."""
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -73,8 +84,12 @@ def main() -> None:
     model, steps, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     net = network(MODELS[model])
-    made = {"ddp": by_ddp, "none": by_itself}.get(form)
-    forward, zero_grad, update, close = made(net) if made else by_trainer(net, form == "overlap")
+    forms = {
+        **{"ddp": by_ddp, "none": by_itself},
+        **{"trainer": partial(by_trainer, overlap=False), "overlap": partial(by_trainer, overlap=True)},
+        **{"opt": partial(by_optimizer, overlap=False), "opt-overlap": partial(by_optimizer, overlap=True)},
+    }
+    forward, zero_grad, update, close = forms[form](net)
     rank = int(os.environ["RANK"])
     data = torch.randn(BATCH, MODELS[model][0], generator=torch.Generator().manual_seed(rank))
     times = []

@@ -51,7 +51,7 @@ from distrun_runtime.store.base import (
 from distrun_runtime.store.collectives import Collectives
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import TYPES, BuiltIn, Key, KeyRecord, Zeros, is_async, is_dist, named, twice
-from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
+from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending, awaited
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import First, Lookup, RowSparse, Value
 
@@ -319,14 +319,6 @@ class KVStore(KVStoreBase):
         items = values.declared(key, shape, dtype)
         return self._begin(items, "declare", wait) if items else CompletedCall("declare of no keys")
 
-    @overload
-    def broadcast(
-        self, key: Keys, value: object, out: object, priority: int = 0, *, root: int = 0, wait: bool = True
-    ) -> Pending: ...
-    @overload
-    def broadcast(
-        self, key: None, value: object, out: object = None, priority: int = 0, *, root: int = 0, wait: bool = True
-    ) -> Any: ...
     def broadcast(
         self,
         key: Keys | None,
@@ -370,7 +362,7 @@ class KVStore(KVStoreBase):
             return CompletedCall("broadcast of no keys")
         with BorrowedArrays() as borrowed:
             self._borrow(borrowed, (arrays for _, arrays in targets))
-            return _awaited(borrowed.until(self._begin(first, "broadcast", wait, hand_out)), wait)
+            return awaited(borrowed.until(self._begin(first, "broadcast", wait, hand_out)), wait)
 
     def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
         """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
@@ -391,6 +383,27 @@ class KVStore(KVStoreBase):
         what = f"assign of {named((record.key for record, _ in items))}"
         return self._together(what, lambda call_number: self._backend.assign(items, call_number), wait)
 
+    def delete(self, key: Keys, *, wait: bool = True) -> Pending:
+        """Forget keys with their values, rule states and residuals; they may be initialised anew, with other shapes.
+
+        All workers call it, with the same keys, when each has what it has pulled.
+
+        Raises:
+            KVError: a key was never initialised, a round of it is open, or the workers disagree.
+        """
+        self._ready()
+        records = [self._record(name) for name in values.keys_of(key)]
+
+        def body(call_number: int) -> None:
+            self._backend.delete(records, call_number)
+            with self._lock:
+                self._selections, self._selected_keys = {}, 0
+                for record in records:
+                    self._records.pop(record.key, None)
+
+        what = f"delete of {named(record.key for record in records)}"
+        return self._together(what, body, wait) if records else CompletedCall("delete of no keys")
+
     def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
         """Contribute the sum of the given values of each key; they may be overwritten when this returns.
 
@@ -406,7 +419,7 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
             if steady is not None:
-                return steady if type(steady) is CompletedCall else _awaited(steady, steady.is_done)
+                return steady if type(steady) is CompletedCall else awaited(steady, steady.is_done)
         self._ready()
         number, factor = _numbers(priority, scale)
         if self._lifetime.uses_gpus and (made := self._planned("push", key, value, None, wait=wait, scale=factor)):
@@ -420,7 +433,7 @@ class KVStore(KVStoreBase):
             if wait:
                 borrowed.give_back()
             # Never waits for the others; but what is already known to be wrong is raised here.
-            return _awaited(pending, wait and pending.is_done)
+            return awaited(pending, wait and pending.is_done)
 
     def pull(self, key: Keys, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
         """Write the stored value of each key into all its outputs.
@@ -431,7 +444,7 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
-            return steady if type(steady) is CompletedCall else _awaited(steady, True)
+            return steady if type(steady) is CompletedCall else awaited(steady, True)
         self._ready()
         number = _numbers(priority)[0]
         if self._lifetime.uses_gpus and (made := self._planned("pull", key, None, out, wait=wait)):
@@ -441,7 +454,7 @@ class KVStore(KVStoreBase):
             call = CallOptions(number, waits=wait)
             if not keys.records:
                 return CompletedCall("pull of no keys")
-            return _awaited(borrowed.until(self._backend.pull(keys, outs, call)), wait)
+            return awaited(borrowed.until(self._backend.pull(keys, outs, call)), wait)
 
     def pushpull(
         self,
@@ -458,7 +471,7 @@ class KVStore(KVStoreBase):
         if wait:
             steady = self._backend.steady(Kind.PUSHPULL, key, value, given_out, priority=priority, scale=scale)
             if steady is not None:
-                return steady if type(steady) is CompletedCall else _awaited(steady, True)
+                return steady if type(steady) is CompletedCall else awaited(steady, True)
         self._ready()
         number, factor = _numbers(priority, scale)
         outs = value if out is None else out
@@ -474,7 +487,7 @@ class KVStore(KVStoreBase):
             call = CallOptions(number, lent=True, scale=factor, waits=wait)
             if not keys.records:
                 return CompletedCall("pushpull of no keys")
-            return _awaited(borrowed.until(self._backend.pushpull(keys, given, outs, call)), wait)
+            return awaited(borrowed.until(self._backend.pushpull(keys, given, outs, call)), wait)
 
     def empty(self, shape: int | Sequence[int], dtype: object = "float32") -> Any:
         """Return a new array of undefined content in the memory that this store moves fastest.
@@ -578,7 +591,7 @@ class KVStore(KVStoreBase):
             keys, outs = self._outputs(key, out, borrowed)
             if not keys.records:
                 return CompletedCall("the next round of no keys")
-            return _awaited(borrowed.until(self._backend.take_part(keys, outs, CallOptions(waits=wait))), wait)
+            return awaited(borrowed.until(self._backend.take_part(keys, outs, CallOptions(waits=wait))), wait)
 
     def _calls(self) -> Collectives:
         """Return the collective calls without keys; the first time, all workers call it."""
@@ -616,7 +629,7 @@ class KVStore(KVStoreBase):
         )
         items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
         call = CallOptions(_numbers(priority)[0])
-        return _awaited(self._backend.pull_rows(items, call), wait) if items else CompletedCall("pull of no rows")
+        return awaited(self._backend.pull_rows(items, call), wait) if items else CompletedCall("pull of no rows")
 
     def skip_round(self, key: Keys, note: Mapping[str, Any], *, wait: bool = True) -> Pending:
         """Contribute nothing to the next round of keys, and have all workers skip it: the values stay as they are.
@@ -630,7 +643,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         records = [self._record(name) for name in values.keys_of(key)]
-        return _awaited(self._backend.skip(records, note), wait) if records else CompletedCall("skip_round of no keys")
+        return awaited(self._backend.skip(records, note), wait) if records else CompletedCall("skip_round of no keys")
 
     def check_push(self, key: Keys, value: object) -> None:
         """Return if compression would take what is to be pushed; nothing is sent. For trainers, which push in parts.
@@ -850,7 +863,7 @@ class KVStore(KVStoreBase):
         With wait=False the Pending is done then. Calls that all workers make together are finished first.
         """
         self._settled()
-        return _awaited(self._backend.meet() if wait else self._backend.barrier(), wait)
+        return awaited(self._backend.meet() if wait else self._backend.barrier(), wait)
 
     def join(self) -> None:
         """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data.
@@ -979,7 +992,7 @@ class KVStore(KVStoreBase):
             if not queued:
                 with self._lifetime.late.told(task) if wait else nullcontext():
                     task.run()
-            return _awaited(task, wait)
+            return awaited(task, wait)
 
     def _check_new(self, names: Sequence[Key]) -> None:
         known = next(iter(self._records), next(iter(self._starting), None))
@@ -1043,7 +1056,7 @@ class KVStore(KVStoreBase):
         try:
             made = self._backend.planned(known, given, outs, scale)
         except KVError as err:
-            return _awaited(CompletedCall(what, err, self._lifetime.late), wait)
+            return awaited(CompletedCall(what, err, self._lifetime.late), wait)
         return None if made is None else CompletedCall(what, then=None if wait else made)
 
     def _given(
@@ -1116,17 +1129,6 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
     if type(key) is str or type(key) is int:
         return (given,)
     return given if type(given) is list or type(given) is tuple else ()
-
-
-def _awaited(pending: Pending, wait: bool) -> Pending:
-    if wait:
-        try:
-            pending.wait()
-        except BaseException:
-            if not pending.is_done:
-                pending.left_waiting()
-            raise
-    return pending
 
 
 def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:

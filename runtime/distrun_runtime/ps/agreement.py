@@ -238,7 +238,11 @@ def _facts_differ(one: Call, other: Call) -> str:
         return ""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     of = one.message.body.get("of", "trainers")
-    alike = "optimizer and optimizer_params, update_on_kvstore and multipliers" if of == "trainers" else "of all this"
+    alike = (
+        "optimizer and optimizer_params, update_on_kvstore and multipliers"
+        if of == "trainers"
+        else "parameters and arguments"
+    )
     return (
         f"the {of} of the workers differ: {'; '.join(found[:SHOWN])}{more}. fix: give the {of} of all workers"
         f" the same {alike}"
@@ -282,13 +286,14 @@ def describe(record: Mapping[str, Any]) -> str:
         label = f"{record['call']} of "
     more = [record["stype"]] if record.get("stype", "default") != "default" else []
     more += [f"codec {record['codec']}"] if record.get("codec") else []
+    more += [f"pushed {record['pushed']} times"] if "pushed" in record else []
     return ", ".join([f"{label}shape {tuple(record['shape'])} {record['dtype']}", *more])
 
 
 def verb(message: Message) -> str:
     """Return what the user calls it."""
     if message.kind is Kind.KEYS:
-        return "assign" if message.body.get("assign") else "init"
+        return next((name for name in ("assign", "delete") if message.body.get(name)), "init")
     if message.kind is Kind.BARRIER and "facts" in message.body:
         return "Trainer"
     if message.kind is Kind.OPEN and "group" in message.body:
@@ -303,7 +308,7 @@ _VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states
 
 Record = Mapping[str, Any]
 """What a worker declares of a key: key, shape, dtype, stype, codec, a label if it has one, call and op if it is for a
-collective call."""
+collective call; of one that is deleted how often it was pushed."""
 
 
 def _side_by_side(sizes: Sequence[int], servers: Sequence[int]) -> list[int]:
@@ -389,7 +394,7 @@ class Keys:
         return [_side_by_side(each, [next(servers) for _ in each]) for each in sizes]
 
     def take_back(self, keys: Sequence[Any]) -> None:
-        """Forget keys whose first values did not reach all servers.
+        """Forget keys that are deleted, or whose first values did not reach all servers.
 
         Their numbers are not given again: a server may hold shards under them. Their room is.
         """
@@ -861,7 +866,10 @@ class CollectiveCalls:
         if error:
             return [answered, *self._unfilled(store, call.number, error)]
         gathering = store.filling.pop(call.number)
-        body = store.keys.told(gathering.calls[store.members.first].message.body["records"])
+        first = gathering.calls[store.members.first].message.body
+        body = store.keys.told(first["records"])
+        if first.get("delete"):
+            store.keys.take_back([record["key"] for record in first["records"]])
         others = [part for part in gathering.calls.values() if part.rank != call.rank]
         return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
 
@@ -869,7 +877,7 @@ class CollectiveCalls:
         """The values of declared keys will not come from rank 0: tell the others."""
         gathering = store.filling.pop(number)
         first = gathering.calls.pop(store.members.first).message
-        if not first.body.get("assign"):
+        if verb(first) == "init":
             store.keys.take_back([record["key"] for record in first.body["records"]])
         return [_refuse(part, reason) for part in gathering.calls.values()]
 
@@ -1097,8 +1105,8 @@ class CollectiveCalls:
         if call.kind is Kind.KEYS:
             store.filling[number] = gathering
             part = gathering.calls[first]
-            records, is_assign = part.message.body["records"], part.message.body.get("assign")
-            body = store.keys.told(records) if is_assign else store.keys.declare(records)
+            records, is_new = part.message.body["records"], verb(part.message) == "init"
+            body = store.keys.declare(records) if is_new else store.keys.told(records)
             # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that none reads too early.
             return [role.Send(part.link, answer(part.message, body))]
         return self._states[call.kind](store, gathering.calls)
@@ -1154,7 +1162,7 @@ def _against(store: AgreedStore, call: Call) -> str:
         raise ValueError(f"expected facts as an object, found {body['facts']!r:.80}")
     if call.message.kind is not Kind.KEYS:
         return ""
-    return store.keys.against(body["records"], bool(body.get("assign")))
+    return store.keys.against(body["records"], verb(call.message) != "init")
 
 
 def _fail(store: AgreedStore, number: int, reason: str) -> list[role.Action]:

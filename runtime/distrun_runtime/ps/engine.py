@@ -397,6 +397,9 @@ class WorkEngine:
             for shard in what.batch.shards.tolist():
                 values.renew_master(shard)
 
+    def _forget(self, what: role.Forget) -> None:
+        self._of(what.batch.store).forget(what.batch.shards)
+
     def _clear(self, what: role.Clear) -> None:
         if what.store is None:
             for known in (self._values, self._rules, self._lent, self._staged):
@@ -544,6 +547,7 @@ class WorkEngine:
         role.Deliver: _deliver,
         role.Check: _check,
         role.Assign: _assign,
+        role.Forget: _forget,
         role.Forward: _forward,
         role.Discard: _discard,
         role.Fill: _fill,

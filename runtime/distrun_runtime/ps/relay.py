@@ -222,6 +222,9 @@ class Relay:
         if not checks.fit(store, message.entries[shards >= 0], known):
             return [role.Send(link, refusal(message, f"{self._me().name} knows these shards with other sizes"))]
         of.forget_values(known)
+        if message.body.get("delete"):
+            batch = role.Batch(store, known, message, message.entries)
+            return [role.Work(role.Forget(batch), reports=True), role.Send(link, answer(message))]
         actions: list[role.Action] = []
         if len(known) < len(shards):
             rank = self._me().rank

@@ -171,6 +171,15 @@ class Assign(EngineWork):
 
 
 @dataclass(frozen=True, eq=False)
+class Forget(EngineWork):
+    """Let go of shards whose keys are deleted."""
+
+    batch: Batch
+    link: str = ""
+    """As for Assign."""
+
+
+@dataclass(frozen=True, eq=False)
 class Check(EngineWork):
     """Look whether the payloads of a push or pull can be read, before anything of it is done."""
 

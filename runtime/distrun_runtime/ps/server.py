@@ -639,9 +639,12 @@ class Server:
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
-        wrong = checks.against_init(store, message, shards)
+        deletes = bool(message.body.get("delete"))
+        wrong = checks.against_delete(store, shards) if deletes else checks.against_init(store, message, shards)
         if wrong:
             return [self._refuse(link, message, wrong)]
+        if deletes:
+            return [role.Work(role.Forget(role.Batch(store, shards, message, message.entries), link), reports=True)]
         if message.body.get("assign"):
             store.fresh[shards] = True
             batch = role.Batch(store, shards, message, message.entries)
@@ -730,6 +733,7 @@ class Server:
                 role.TryFill(store=store)
                 | role.Fill(batch=role.Batch(store=store))
                 | role.Assign(batch=role.Batch(store=store))
+                | role.Forget(batch=role.Batch(store=store))
                 | role.Reserve(store=store)
                 | role.Forward(store=store)
                 | role.Lend(store=store)
@@ -742,8 +746,11 @@ class Server:
                 self._relay.store(relayed(store.number)) if store.is_relayed else self._stores.get(store.number)
             ) is not store:
                 return []  # It is closed, or its script is over.
-            case (role.Fill() | role.Assign()) as what if what.link:
+            case (role.Fill() | role.Assign() | role.Forget()) as what if what.link:
                 return self._filled(what, event)
+            case role.Forget() as what:
+                what.batch.store.forget(what.batch.shards)
+                return []
             case role.Reserve() | role.Forward() | role.Add() | role.Lend() | role.Assign():
                 return self._relay.worked(event)
             case role.Apply(store=store) if store.is_relayed:
@@ -791,10 +798,13 @@ class Server:
                 follows = self._relay.loaded(what.store, rounds)
         return [role.Send(role.SCHEDULER_LINK, answer(message, body)), *follows]
 
-    def _filled(self, what: role.Fill | role.Assign, event: role.WorkDone) -> list[role.Action]:
+    def _filled(self, what: role.Fill | role.Assign | role.Forget, event: role.WorkDone) -> list[role.Action]:
         message, store = what.batch.message, what.batch.store
         if event.error is None:
             told: role.Action = role.Send(what.link, answer(message))
+            if isinstance(what, role.Forget):
+                store.forget(what.batch.shards)
+                self._lags.pop(store.number, None)  # it may have been of one of them
         else:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
             text = f"{self.me.name} cannot take the values of key {listed(names, 3)}: {words_of(event.error)}"

@@ -187,6 +187,19 @@ class Store:
         self.last[:, first : self.count] = self.seen[:, first : self.count] = 0
         self.count = first
 
+    def forget(self, shards: Array) -> None:
+        """Forget all shards of some keys. Their places in the table stay empty."""
+        for shard in shards.tolist():
+            key = int(self.key[shard])
+            self._at.pop((key, int(self.offset[shard])), None)
+            for known in (self.by_key, self.names, self.shapes):
+                known.pop(key, None)
+            for noted in (self.early, self.failed, self.late, self.skipping, self.skipped, self.pending):
+                noted.pop(shard, None)
+            self._first[key] = -1
+        self.key[shards] = -1
+        self.length[shards] = self.row_size[shards] = 0
+
     def _make_room(self, count: int) -> None:
         if count <= self._room:
             return

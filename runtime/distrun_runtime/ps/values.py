@@ -263,6 +263,8 @@ class Values:
         """Encoded answers were asked for that leave something out."""
         self.encoded: dict[int, dict[tuple[Any, ...], Buffer]] = {}
         """Shard to its value as encoded answers carry it, by codec and parameters: made once a round."""
+        self.spare: dict[tuple[int, int, bool], list[int]] = {}
+        """Deleted shards whose places are free: by code of dtype, elements, and whether they begin with a page."""
         self.staged: list[statefile.Staged | None] = []
         """For each shard what was read of saved states and is not taken over yet."""
 
@@ -354,9 +356,42 @@ class Values:
         lengths = self.store.length[shards]
         # What may be one of several pieces of a value.
         is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
+        if self.spare:
+            reused = [
+                self._reuse(code, *its)
+                for its in zip(shards.tolist(), lengths.tolist(), is_large.tolist(), strict=True)
+            ]
+            fresh = np.array([not each for each in reused])
+            shards, lengths, is_large = shards[fresh], lengths[fresh], is_large[fresh]
         # Kernels work best on values that begin as those of other libraries do.
         multiple = ALIGNED if self.device.is_gpu and not self._is_sent else 1
         self.at[shards] = arena.reserve(lengths, is_large & self._is_sent, multiple)
+
+    def _reuse(self, code: int, shard: int, length: int, is_large: bool) -> bool:
+        """Give a new shard the place of a deleted one, if there is one that no reply reads."""
+        places = self.spare.get((code, length, is_large), ())
+        for number, old in enumerate(places):
+            if not self.lent[:, old].any():
+                self.at[shard] = self.at[old]
+                del self.spare[code, length, is_large][number]
+                return True
+        return False
+
+    def forget(self, shards: Array) -> None:
+        """Forget shards, before `Store.forget`; others of their lengths will have their places."""
+        for code, its, _ in self.codes(shards):
+            for shard in its.tolist():
+                length = int(self.store.length[shard])
+                is_large = self.store.offset[shard] > 0 or length * DTYPES[code].itemsize >= ALIGNED_BYTES
+                self.spare.setdefault((code, length, bool(is_large)), []).append(shard)
+        self.steps[shards] = -1
+        self.note_writes(shards)
+        for known in (self.state, self.residual, self.knobs, self.open_updates):
+            for shard in shards.tolist():
+                cast(dict[int, Any], known).pop(shard, None)
+        for plans in (self.plans, self.layouts, self.step_plans):
+            cast(dict[Any, Any], plans).clear()
+        self.plan_bytes = 0
 
     def extent(self) -> Extent:
         """Return what `take_back` takes."""

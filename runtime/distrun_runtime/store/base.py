@@ -267,6 +267,9 @@ class StoreBackend(Protocol):
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         """Replace what is stored by rank 0's values; rule state and rounds go on. Waits for all workers."""
 
+    def delete(self, records: list[KeyRecord], call_number: int) -> None:
+        """Forget keys, which may then be new ones. Waits for all workers, and for what was pushed."""
+
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning.
 

@@ -29,7 +29,7 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.keys import Zeros
 from distrun_runtime.store.objects import OBJECT_BYTES, decode, encode
-from distrun_runtime.store.pending import CompletedCall, Pending
+from distrun_runtime.store.pending import CompletedCall, Pending, awaited
 from distrun_runtime.store.values import array_of, output_of
 
 OPS = ("sum", "mean", "min", "max")
@@ -56,7 +56,7 @@ class RoundsStore(Protocol):
     def take_part(self, key: Any, out: object, *, wait: bool = True) -> Pending: ...  # noqa: D102
 
 
-class _Given(NamedTuple):
+class _ScriptArray(NamedTuple):
     """An array of a script's."""
 
     array: Any
@@ -75,7 +75,7 @@ class _Given(NamedTuple):
         return f"shape {self.shape} and dtype {dtypes.name_of(self.dtype)}"
 
 
-class _Call:
+class _ArraysOfCall:
     """A call with its arrays, in one form.
 
     Arguments:
@@ -148,21 +148,11 @@ class _Call:
 
     def made(self, pending: Pending) -> Any:
         """Return what the script is given: the result, or what becomes of the call."""
-        if not self._wait:
-            return pending
-        if not pending.is_done:
-            try:
-                pending.wait()
-            except BaseException:
-                if not pending.is_done:
-                    pending.left_waiting()
-                raise
-        else:
-            pending.wait()
-        return self.result
+        awaited(pending, self._wait)
+        return self.result if self._wait else pending
 
 
-class _Kind:
+class _CallKind:
     """Calls that share keys."""
 
     def __init__(self, number: int, items: Sequence[Zeros]) -> None:
@@ -188,13 +178,13 @@ class Collectives:
         self._rank, self._workers, self._rounds = rank, workers, rounds
         self._lock = threading.Lock()
         """Held while a call is begun that takes several steps, so that all its keys have the same rounds."""
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._kinds: dict[tuple[object, ...], _CallKind] = {}
         self._count = 0
         """How many there were."""
 
     def allreduce(self, value: object, out: object, op: str, wait: bool) -> Any:
         """See KVStore."""
-        call = _Call(f"allreduce(op={op!r})", value, out, wait, lambda shape: shape)
+        call = _ArraysOfCall(f"allreduce(op={op!r})", value, out, wait, lambda shape: shape)
         zeros, rounds = call.zeros(op), self._rounds
         if rounds is None or not zeros:
             return call.made(call.copied())
@@ -205,7 +195,7 @@ class Collectives:
         """See KVStore."""
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self._workers:
             raise KVError(f"broadcast: root is a rank from 0 to {self._workers - 1}, not {root!r:.60}")
-        call = _Call(f"broadcast(root={root})", value, out, wait, lambda shape: shape)
+        call = _ArraysOfCall(f"broadcast(root={root})", value, out, wait, lambda shape: shape)
         zeros, rounds = call.zeros(), self._rounds
         if rounds is None or not zeros:
             return call.made(call.copied())
@@ -217,7 +207,7 @@ class Collectives:
 
     def allgather(self, value: object, out: object, wait: bool) -> Any:
         """See KVStore."""
-        call = _Call("allgather", value, out, wait, lambda shape: (self._workers, *shape))
+        call = _ArraysOfCall("allgather", value, out, wait, lambda shape: (self._workers, *shape))
         rounds, zeros = self._rounds, call.zeros(times=self._workers)
         parts = [[to[rank, ...] for to in call.targets] for rank in range(self._workers)]
         pending: Pending = CompletedCall(call.what)
@@ -231,7 +221,7 @@ class Collectives:
 
     def reduce_scatter(self, value: object, out: object, op: str, wait: bool) -> Any:
         """See KVStore."""
-        call = _Call(f"reduce_scatter(op={op!r})", value, out, wait, lambda shape: shape[1:])
+        call = _ArraysOfCall(f"reduce_scatter(op={op!r})", value, out, wait, lambda shape: shape[1:])
         for each in call.given:
             if each.shape[:1] != (self._workers,):
                 raise KVError(f"{call.what}: found {each}; expected {self._workers} parts, one for each worker")
@@ -300,7 +290,7 @@ class Collectives:
         kind = self._kinds.get(name)
         if kind is None:
             with self._lock:
-                kind = self._kinds.setdefault(name, _Kind(self._count, items))
+                kind = self._kinds.setdefault(name, _CallKind(self._count, items))
                 self._count += kind.number == self._count
         if not kind.is_declared:
             with kind.lock:
@@ -345,14 +335,14 @@ def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _given(what: str, value: Any, *, is_output: bool = False) -> _Given:
+def _given(what: str, value: Any, *, is_output: bool = False) -> _ScriptArray:
     """Return an array in the form in which the store is given it."""
     if type(value) is np.ndarray and (value.flags.writeable or not is_output) and value.dtype.isnative:
         array, dtype = value, value.dtype
         if dtype == BOOL:
-            return _Given(array.view(np.uint8), array.shape, BOOL, value)
+            return _ScriptArray(array.view(np.uint8), array.shape, BOOL, value)
         if dtypes.name_of(dtype) in dtypes.NAMES:
-            return _Given(array, array.shape, dtype, value)
+            return _ScriptArray(array, array.shape, dtype, value)
     is_bool = str(getattr(value, "dtype", type(value).__name__)) in ("bool", "torch.bool")
     seen = value
     if is_bool and foreign.is_tensor(value):
@@ -360,10 +350,10 @@ def _given(what: str, value: Any, *, is_output: bool = False) -> _Given:
     elif is_bool:
         seen = value.view(np.uint8) if hasattr(value, "view") else np.asarray(value).view(np.uint8)
     found = output_of(what, seen) if is_output else array_of(what, seen)
-    return _Given(found if is_on_host(found) else seen, found.shape, BOOL if is_bool else found.dtype, value)
+    return _ScriptArray(found if is_on_host(found) else seen, found.shape, BOOL if is_bool else found.dtype, value)
 
 
-def _new(like: _Given, shape: tuple[int, ...]) -> Any:
+def _new(like: _ScriptArray, shape: tuple[int, ...]) -> Any:
     """Return a new array of a shape, of the library and dtype of another one, and where that is."""
     if foreign.is_tensor(like.source):
         return like.source.new_empty(shape)

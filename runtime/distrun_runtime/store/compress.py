@@ -231,6 +231,12 @@ class Compressor:
         except KVError as err:
             raise KVError(f"key {record.key!r}: {err}") from None
 
+    def forget(self, key: Key) -> None:
+        """A key is deleted."""
+        for held in [held for held in self._residuals if held[0] == key]:
+            del self._residuals[held]
+        self._residuals_version += 1
+
     def check_all(self, items: Iterable[tuple[KeyRecord, DeviceArray, int]]) -> None:
         """Do as `check` for several values, each with its device; those on one GPU cost one wait."""
         there = []

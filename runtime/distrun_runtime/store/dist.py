@@ -379,18 +379,42 @@ class DistBackend(StoreBackend):
         self._node.reserve(self._link.store, plain, encoded)
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
-        what = f"assign to {named((record.key for record, _ in items))}"
+        self._change("assign", items, call_number)
+
+    def _change(self, verb: str, items: Sequence[tuple[KeyRecord, First]], call_number: int) -> None:
+        what = f"{verb} of {named((record.key for record, _ in items))}"
         # What was pushed before comes before: here by waiting, on this connection by its order.
         try:
             self._settle()
+            if verb == "delete":
+                self._link.finish()
         except BaseException:
             self._link.free(Kind.KEYS, call_number)
             raise
         records = [_described(record, self._compressor) for record, _ in items]
-        number, _ = self._link.agree(what, Kind.KEYS, call_number, {"records": records, "assign": True})
+        if verb == "delete" and not self._is_async:
+            # Workers that have pushed as often have no round open.
+            records = [{**one, "pushed": self._transfers.round_of(one["key"])} for one in records]
+        number, _ = self._link.agree(what, Kind.KEYS, call_number, {"records": records, verb: True})
         if self.rank == 0:
+            if verb == "delete" and not self._is_async:
+                keys = Selection(record for record, _ in items)
+                with self._lock:
+                    last = self._pull_now(keys, [()] * len(items), CallOptions())
+                with suppress(RuntimeFault):  # A round that failed is over, too.
+                    last.wait()
             values = [(record, self._transfers.shards[record.key], value) for record, value in items]
-            fill(self._link, what, number, values, {**self._facts, "assign": True})
+            fill(self._link, what, number, values, {**self._facts, verb: True})
+
+    def delete(self, records: list[KeyRecord], call_number: int) -> None:
+        self._change("delete", [(record, Zeros(record.shape, record.dtype)) for record in records], call_number)
+        with self._lock:
+            # What they keep is of keys by their names, which others may have now.
+            self._plans.clear()
+            self._gathering = CallBatch(self._flush)
+            for record in records:
+                del self._transfers.shards[record.key]
+                self._compressor.forget(record.key)
 
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         with self._lock, self._link.span("push", keys=len(keys.records)):

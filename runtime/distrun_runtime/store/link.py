@@ -166,6 +166,12 @@ class StoreLink:
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
 
+    def finish(self) -> None:
+        """Wait until all that was asked is answered, well or not."""
+        for request in list(self._under_way):
+            with suppress(RuntimeFault):
+                request.wait(self.limit_s)
+
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.
 

@@ -87,6 +87,15 @@ class LocalBackend(StoreBackend):
             for record, value in items:
                 self._weights.assign(record.key, value)
 
+    def delete(self, records: list[KeyRecord], call_number: int) -> None:
+        with self._open():
+            self._count_pushes()
+            self._plans = None
+            for record in records:
+                self._weights.delete(record.key)
+                self._pushes.pop(record.key, None)
+                self._compressor.forget(record.key)
+
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         return self._made("push", keys, partial(self._update, keys, values, call.scale))
 

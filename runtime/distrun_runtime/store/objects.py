@@ -95,7 +95,7 @@ def decode(data: bytes, call: str) -> Any:
         end = _LENGTH.size + length
         if end > len(data):
             raise wrong
-        reader = _Reader(data, end)
+        reader = _NodeReader(data, end)
         found = reader.value(json.loads(data[_LENGTH.size : end]), 0)
     except (struct.error, ValueError, TypeError, LookupError, RecursionError) as err:
         raise wrong from err
@@ -104,7 +104,7 @@ def decode(data: bytes, call: str) -> Any:
     return found
 
 
-class _Reader:
+class _NodeReader:
     """Makes objects of nodes; raises ValueError, TypeError or LookupError where they are none."""
 
     def __init__(self, data: bytes, at: int) -> None:

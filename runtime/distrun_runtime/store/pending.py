@@ -34,6 +34,7 @@ __all__ = [
     "Late",
     "Line",
     "Pending",
+    "awaited",
     "check_process",
     "check_seconds",
 ]
@@ -94,6 +95,18 @@ class Pending(ABC):
 
     def left_waiting(self) -> None:  # noqa: B027  # most calls have nothing to note
         """Note that the call which made it has stopped waiting, before it was done. Not for users."""
+
+
+def awaited(pending: Pending, wait: bool) -> Pending:
+    """Return a call, with `wait` when it is done."""
+    if wait:
+        try:
+            pending.wait()
+        except BaseException:
+            if not pending.is_done:
+                pending.left_waiting()
+            raise
+    return pending
 
 
 class _Callbacks:

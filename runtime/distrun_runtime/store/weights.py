@@ -143,6 +143,13 @@ class Weights:
         copy(value, kept.array)
         kept.values.renew_master(kept.shard)
 
+    def delete(self, key: Key) -> None:
+        """Forget a value and its state."""
+        kept = self.kept.pop(key)
+        shard = np.array([kept.shard])
+        kept.values.forget(shard)
+        kept.values.store.forget(shard)
+
     def _on(self, device: Device) -> Values:
         """Return the arrays of a device."""
         if device not in self._values:

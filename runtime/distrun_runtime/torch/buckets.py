@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,14 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, Pending
 from distrun_runtime.torch.buffers import Buffers, give_rank_0s
 from distrun_runtime.torch.rows import average_rows, sparse_names
+from distrun_runtime.transport.zeromq import keep_freed_memory
 
 LARGE_BYTES = 64 * 1024
 """From this size on a gradient is copied by the hook."""
 OVERLAP_BYTES = 4 * 1024 * 1024
 """Size of the buckets that are sent during a backward."""
+KEPT_BYTES = 64 * 1024 * 1024
+"""How much freed memory the C library keeps: the most that glibc comes to by itself."""
 ALIGNED = 16
 """Elements: each gradient begins at a multiple of it."""
 
@@ -82,26 +86,33 @@ class Bucket:
         self.extra = self.tensor[at:]
         self.missing = len(slots)
         """With overlap: how many gradients are to come before it is sent."""
+        self.small = self.tensor[: sum(place for slot, place in zip(slots, places, strict=True) if not slot.is_early)]
+        """The part of those that are moved at the end; they come first."""
         self.pending: Pending | None = None
 
-    def fill(self, share: float) -> None:
-        """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none."""
-        given, targets, there = [], [], []
+    def fill(self, share: float, used: Any) -> None:
+        """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none.
+
+        Arguments:
+            used: gets 1 for each slot that has a gradient.
+        """
+        given, targets = [], []
         for slot in self.slots:
-            grad = slot.param.grad
             if slot.is_moved:
                 continue
+            grad = slot.param.grad
             if grad is None:
                 slot.view.zero_()
-            elif grad is slot.view:
-                there.append(grad)
-            else:
+                continue
+            used[slot.index] = 1.0
+            if slot.is_early:
+                slot.move(share)
+            elif grad is not slot.view:
                 given.append(grad.to_dense() if grad.is_sparse else grad)
                 targets.append(slot.view)
         if given:
             torch._foreach_copy_(targets, given)
-        if targets or there:
-            torch._foreach_mul_(targets + there, share)
+        self.small.mul_(share)
 
 
 def _memory(store: KVStore, size: int, like: Any) -> tuple[Any, Any]:
@@ -153,9 +164,11 @@ class Averaging:
         """The backwards at whose end `_finish` is called."""
         self._moved: list[Slot] = []
         self._slots: list[Slot] = []
-        self._slot_of: dict[int, Slot] = {}
-        """By the parameter's id."""
+        self._early: dict[int, Slot] = {}
+        """By their parameters' ids those that hooks move."""
         self._buckets: list[Bucket] = []
+        self._keys: list[str] = []
+        """Of the buckets."""
 
     def stop(self) -> None:
         """Leave the gradients alone from now on."""
@@ -176,19 +189,20 @@ class Averaging:
         params = dict(self._model.named_parameters())
         trained = [(name, param) for name, param in params.items() if param.requires_grad]
         shapes = {f"parameter {at}": _described(*each) for at, each in enumerate(params.items())}
-        options = {name: str(each) for name, each in self.options.items()}
-        facts = {**facts, **options, "the number of parameters": str(len(params)), **shapes}
-        facts["frozen parameters"] = ", ".join(name for name, param in params.items() if not param.requires_grad)
-        self.store.agree(facts, "optimizers")
+        frozen = ", ".join(name for name, param in params.items() if not param.requires_grad)
+        alike = {"the number of parameters": len(params), **shapes, "what is frozen": frozen, **facts, **self.options}
+        self.store.agree({name: str(each) for name, each in alike.items()}, "optimizers")
         self._start(params)
         sparse = sparse_names(self._model)
         self._tables = {name: param for name, param in trained if name in sparse}
         dense = [(name, param) for name, param in trained if name not in sparse]
         self._slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
-        self._slot_of = {id(slot.param): slot for slot in self._slots}
+        self._early = {id(slot.param): slot for slot in self._slots if slot.is_early}
         self._frozen = [param for param in params.values() if not param.requires_grad]
         self._used = np.zeros(len(dense), np.float32)
-        """Of each slot 1 if its parameter has got a gradient since the last exchange."""
+        """Of each slot 1 if this worker has a gradient for the exchange."""
+        if self._buckets:
+            self.store.delete(self._keys)
         self._buckets = self._buckets_of(self._slots)
         self._keys = [bucket.key for bucket in self._buckets]
         self._arrays = [bucket.array for bucket in self._buckets]
@@ -199,6 +213,9 @@ class Averaging:
         """Give parameters that are new, and at first buffers, rank 0's values; hook the parameters."""
         new = {name: param for name, param in params.items() if id(param) not in self._hooks}
         give_rank_0s(self.store, [*new.values(), *(self._model.buffers() if not self._hooks else ())])
+        if new:
+            # The same memory for the gradients of every backward; else page faults take as long as their arithmetic.
+            keep_freed_memory(KEPT_BYTES)
         for param in new.values():
             is_real = param.is_floating_point() or param.is_complex()
             self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
@@ -210,14 +227,15 @@ class Averaging:
             if self._overlap and sum(map(_size_bytes, groups[-1])) >= OVERLAP_BYTES:
                 groups.append([])
             groups[-1].append(slot)
-        groups = [group for some in kinds.values() for group in some]
+        groups = [sorted(group, key=lambda slot: slot.is_early) for some in kinds.values() for group in some]
         # What every exchange has besides gradients goes with a bucket whose sum is exact; else in one of its own.
         extra = 1 + len(slots) + self._buffers.size
         rides = not self._compression and not self._overlap
         carriers = [at for at, group in enumerate(groups) if rides and group[0].param.dtype == self._buffers.dtype]
         carrier = carriers[0] if carriers else len(groups)
         self._layouts += 1
-        names = [f"gradients of {group[-1].name!r} to {group[0].name!r}" for group in groups]
+        ends = [(min(group, key=_index_of).name, max(group, key=_index_of).name) for group in groups]
+        names = [f"gradients of {first!r} to {last!r}" for first, last in ends]
         keys = [f"{name}, bucket {self._number}.{self._layouts}.{at}" for at, name in enumerate([*names, "buffers"])]
         if self._compression:
             self.store.set_gradient_compression(self._compression, keys[:-1])
@@ -238,13 +256,11 @@ class Averaging:
 
     def _accumulated(self, param: Any) -> None:
         """Take note that a parameter has got a gradient. Autograd calls it."""
-        slot = self._slot_of.get(id(param))
-        if slot is not None:
-            self._used[slot.index] = 1.0
         if self.is_syncing:
             if _current_task() not in self._tasks:
                 self._begin()
-            if slot is not None and slot.is_early:
+            slot = self._early.get(id(param))
+            if slot is not None:
                 self._move(slot)
 
     def _begin(self, is_outer: bool = False) -> None:
@@ -264,6 +280,7 @@ class Averaging:
         slot.move(self._share)
         if not slot.is_moved:
             slot.is_moved = True
+            self._used[slot.index] = 1.0
             self._moved.append(slot)
             bucket.missing -= 1
             if self._overlap and not bucket.missing:
@@ -277,6 +294,7 @@ class Averaging:
         for slot in self._moved:
             slot.is_moved = False
         self._moved = []
+        self._used.fill(0.0)
         for bucket in self._buckets:
             bucket.missing, bucket.pending = len(bucket.slots), None
 
@@ -298,7 +316,7 @@ class Averaging:
     def _average(self) -> None:
         for bucket in self._buckets:
             if bucket.pending is None:
-                bucket.fill(self._share)
+                bucket.fill(self._share, self._used)
         self._wants.fill_(any(param.requires_grad and param.grad is not None for param in self._frozen))
         self._flags.copy_(torch.from_numpy(self._used))
         self._buffers.fill(self._row, self._share)
@@ -308,12 +326,10 @@ class Averaging:
         for slot in self._slots:
             if slot.index not in unused:
                 slot.param.grad = slot.view
-        self._used.fill(0.0)
         self._reset()
         average_rows(self.store, self._tables)
         if self._wants.item():
             self.lay_out({})
-            self._used[:] = [slot.param.grad is not None for slot in self._slots]
             self._average()
 
     def _exchange(self) -> None:
@@ -336,6 +352,9 @@ class Averaging:
     def _unused(self) -> set[int]:
         """Return the slots whose parameters got no gradient on any worker."""
         return set(np.flatnonzero(self._flags.cpu().numpy() == 0).tolist())
+
+
+_index_of = attrgetter("index")
 
 
 def _size_bytes(of: Any) -> int:

@@ -72,12 +72,12 @@ _KEPT_BLOCK_BYTES = 32 * 1024 * 1024
 """The largest block whose memory glibc may keep; the most that mallopt(3) takes."""
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(kept_bytes: int = _KEPT_BYTES) -> bool:
     """Let the C library keep memory that is freed, for the next large frame. Return whether it can (glibc on Linux).
 
     libzmq allocates each frame that arrives. By default glibc soon gives memory of that size back to the kernel, and
     the page faults of the next frame cost as much as its copy. For processes of our own, before their first
-    transport: the setting is for the whole process, which then keeps up to 256 MiB that it does not use.
+    transport: the setting is for the whole process, which then keeps up to `kept_bytes` that it does not use.
 
     Source: mallopt(3).
     """
@@ -87,7 +87,7 @@ def keep_freed_memory() -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     # Either of them also ends glibc's own adjusting of both.
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, kept_bytes))
 
 
 class _Tracked:

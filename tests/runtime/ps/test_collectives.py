@@ -350,3 +350,63 @@ def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytes
 
         run_job(script, 2, 1, type_name=kind)
         machine.finish()
+
+
+def test_a_deleted_key_is_unknown_and_may_be_initialised_with_another_shape(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.set_optimizer("sgd", learning_rate=1, momentum=0.5)
+        names = ["a", "b", "c"]
+        for turn in range(5):
+            shapes = [(3 + turn % 2,), (300_000,), (2, 2)]
+            kv.declare(names, shapes)
+            outs = [np.empty(shape, np.float32) for shape in shapes]
+            moved = velocity = 0.0
+            for step in range(4):
+                velocity = velocity / 2 - 2 * step
+                moved += velocity
+                kv.push(names, [np.full(shape, step, np.float32) for shape in shapes])
+                kv.pull(names, outs)
+            assert {float(out.min()) for out in outs} == {float(out.max()) for out in outs} == {moved}
+            kv.delete(names if turn % 2 else names[:2])
+            with pytest.raises(KVError, match="never initialised"):
+                kv.pull("a", outs[0])
+            if not turn % 2:
+                kv.pull("c", outs[2])
+                kv.delete("c", wait=False).wait()
+            assert repr(kv) == "<KVStore 'dist_sync': 0 keys>"
+        assert sum(each["keys"] for each in kv.stats()) == 0
+
+    run(script, 2, 2)
+
+
+def test_the_places_of_deleted_keys_are_used_again() -> None:
+    with create("local") as kv:
+        for _ in range(50):
+            kv.declare("a", 1000)
+            out = np.ones(1000, np.float32)
+            kv.pull("a", out)
+            assert not out.any()
+            kv.push("a", np.ones(1000, np.float32))
+            kv.delete("a")
+        (values,) = kv._backend._weights._values.values()
+        assert next(iter(values.arenas.values())).extent() == (1, 1000)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_key_with_an_open_round_is_not_deleted(run: Run, first: int) -> None:
+    def script(kv: KVStore) -> None:
+        kv.init(["a", "b"], [np.zeros(2, np.float32)] * 2)
+        if kv.rank == first:
+            kv.push("a", np.ones(2, np.float32))
+        with pytest.raises(KVError, match=r"for key 'a' .*pushed [01] times, .* pushed [01] times"):
+            kv.delete(["a", "b"])
+        if kv.rank != first:
+            kv.push("a", np.ones(2, np.float32))
+        out = np.empty(2, np.float32)
+        kv.pull("a", out)
+        kv.delete("b")
+        with pytest.raises(KVError, match=r"calls (delete|assign) where"):
+            (kv.delete, kv.assign)[kv.rank](*("a", out)[: 1 + kv.rank])
+        assert out.tolist() == [2, 2]
+
+    run(script, 2, 2)

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` beside DDP: tests/support/torch_optimizer_program.py, run by the workers of a job."""
+"""`DistributedOptimizer`: what it does by itself; and beside DDP, in a job of torch_optimizer_program.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from scriptjobs import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "torch_optimizer_program.py"
+CASES = PROGRAM.with_name("torch_optimizer_cases.py")
+OTHERS = re.findall(r"^def (\w+)\(\) -> None:", CASES.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
 NAMES = re.findall(r"^def (\w+)\(way: Way", PROGRAM.read_text("utf-8"), re.MULTILINE)
 
 
@@ -41,3 +44,14 @@ def test_a_program_trains_as_by_ddp(folder: Path, name: str, workers: int) -> No
     found = {case: said for case, said in outcomes(workers, folder).items() if case.split()[0] == name}
     assert found
     assert not any(found.values()), found
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, str]:
+    return outcomes_of(CASES, python_of("torch"))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("case", [case for case in OTHERS if case != "main"])
+def test_beside_training(others: dict[str, str], case: str) -> None:
+    assert others[case] == "", others[case]
