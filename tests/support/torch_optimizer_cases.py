@@ -167,6 +167,20 @@ def a_backward_that_failed_leaves_nothing_to_the_next() -> None:
     run(script)
 
 
+def gradients_that_no_worker_adds_to_stay_as_they_are() -> None:
+    def script(kv):
+        net = network(200)
+        net.insert(1, nn.Linear(200, 200))
+        DistributedOptimizer(sgd(net), net, kvstore=kv)
+        net(torch.ones(1, 2)).sum().backward()
+        before = [param.grad.clone() for param in net.parameters()]
+        net[2](torch.ones(1, 200)).sum().backward()
+        same = [torch.equal(param.grad, grad) for param, grad in zip(net.parameters(), before, strict=True)]
+        assert same == [True, True, True, True, False, False]
+
+    run(script)
+
+
 def a_second_gradient_in_one_backward_is_refused_with_overlap() -> None:
     def script(kv):
         net = nn.Sequential(nn.Linear(2, 2))

@@ -37,7 +37,16 @@ from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, 
 from distrun_runtime.ps.session import CallUnderWay
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
-from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
+from distrun_runtime.store.base import (
+    CallOptions,
+    Contribution,
+    Lifetime,
+    RowsItem,
+    RowsTarget,
+    Selection,
+    StoreBackend,
+    Updater,
+)
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, Zeros, begun, canonical, is_async, named, on_devices
 from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
@@ -734,6 +743,20 @@ class DistBackend(StoreBackend):
             what = f"row_sparse_pull of {named((record.key for record, _, _ in items))}"
             request, take = self._transfers.pull_rows(what, items, priority=call.priority)
         return SentCall(request, self._link, self.lifetime.late, take)
+
+    def pushpull_rows(
+        self, keys: Selection, values: Sequence[Value], items: list[RowsTarget], call: CallOptions
+    ) -> Pending:
+        if self._is_async:
+            raise KVError(f"pushpull of {keys.named}: a {self.type!r} store has no rounds of which rows come")
+        with self._lock, self._link.span("pushpull", keys=len(items)):
+            self.lifetime.check()
+            self._begin()
+            self._flush()
+            push = self._push_now(keys, values, call)
+            request, take = self._transfers.pull_round(f"pull of {keys.named}", items, priority=call.priority)
+            pull = SentCall(request, self._link, self.lifetime.late, take)
+        return Both(f"pushpull of {keys.named}", push, pull)
 
     # What a push does
 

@@ -90,8 +90,12 @@ class Bucket:
         """The part of those that are moved at the end; they come first."""
         self.pending: Pending | None = None
 
-    def fill(self, share: float) -> None:
-        """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none."""
+    def fill(self, share: float, used: Any) -> None:
+        """Bring in the gradients that were not moved before, multiplied by `share`; zeros where there is none.
+
+        Arguments:
+            used: gets 1 for each slot that has a gradient.
+        """
         given, targets = [], []
         for slot in self.slots:
             if slot.is_moved:
@@ -99,7 +103,9 @@ class Bucket:
             grad = slot.param.grad
             if grad is None:
                 slot.view.zero_()
-            elif slot.is_early:
+                continue
+            used[slot.index] = 1.0
+            if slot.is_early:
                 slot.move(share)
             elif grad is not slot.view:
                 given.append(grad.to_dense() if grad.is_sparse else grad)
@@ -158,9 +164,11 @@ class Averaging:
         """The backwards at whose end `_finish` is called."""
         self._moved: list[Slot] = []
         self._slots: list[Slot] = []
-        self._slot_of: dict[int, Slot] = {}
-        """By the parameter's id."""
+        self._early: dict[int, Slot] = {}
+        """By their parameters' ids those that hooks move."""
         self._buckets: list[Bucket] = []
+        self._keys: list[str] = []
+        """Of the buckets."""
 
     def stop(self) -> None:
         """Leave the gradients alone from now on."""
@@ -189,10 +197,12 @@ class Averaging:
         self._tables = {name: param for name, param in trained if name in sparse}
         dense = [(name, param) for name, param in trained if name not in sparse]
         self._slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
-        self._slot_of = {id(slot.param): slot for slot in self._slots}
+        self._early = {id(slot.param): slot for slot in self._slots if slot.is_early}
         self._frozen = [param for param in params.values() if not param.requires_grad]
         self._used = np.zeros(len(dense), np.float32)
-        """Of each slot 1 if its parameter has got a gradient since the last exchange."""
+        """Of each slot 1 if this worker has a gradient for the exchange."""
+        if self._buckets:
+            self.store.delete(self._keys)
         self._buckets = self._buckets_of(self._slots)
         self._keys = [bucket.key for bucket in self._buckets]
         self._arrays = [bucket.array for bucket in self._buckets]
@@ -246,13 +256,11 @@ class Averaging:
 
     def _accumulated(self, param: Any) -> None:
         """Take note that a parameter has got a gradient. Autograd calls it."""
-        slot = self._slot_of.get(id(param))
-        if slot is not None:
-            self._used[slot.index] = 1.0
         if self.is_syncing:
             if _current_task() not in self._tasks:
                 self._begin()
-            if slot is not None and slot.is_early:
+            slot = self._early.get(id(param))
+            if slot is not None:
                 self._move(slot)
 
     def _begin(self, is_outer: bool = False) -> None:
@@ -272,6 +280,7 @@ class Averaging:
         slot.move(self._share)
         if not slot.is_moved:
             slot.is_moved = True
+            self._used[slot.index] = 1.0
             self._moved.append(slot)
             bucket.missing -= 1
             if self._overlap and not bucket.missing:
@@ -285,6 +294,7 @@ class Averaging:
         for slot in self._moved:
             slot.is_moved = False
         self._moved = []
+        self._used.fill(0.0)
         for bucket in self._buckets:
             bucket.missing, bucket.pending = len(bucket.slots), None
 
@@ -306,7 +316,7 @@ class Averaging:
     def _average(self) -> None:
         for bucket in self._buckets:
             if bucket.pending is None:
-                bucket.fill(self._share)
+                bucket.fill(self._share, self._used)
         self._wants.fill_(any(param.requires_grad and param.grad is not None for param in self._frozen))
         self._flags.copy_(torch.from_numpy(self._used))
         self._buffers.fill(self._row, self._share)
@@ -316,12 +326,10 @@ class Averaging:
         for slot in self._slots:
             if slot.index not in unused:
                 slot.param.grad = slot.view
-        self._used.fill(0.0)
         self._reset()
         average_rows(self.store, self._tables)
         if self._wants.item():
             self.lay_out({})
-            self._used[:] = [slot.param.grad is not None for slot in self._slots]
             self._average()
 
     def _exchange(self) -> None:

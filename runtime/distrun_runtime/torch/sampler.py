@@ -96,10 +96,13 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
             KVError: that cannot be told, for a DataLoader with processes and a batch sampler without a `batch_size`.
         """
         consumed = self._begin + self._taken() * self.num_replicas
-        settings = {"length": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
-        return {"epoch": self.epoch, "consumed": consumed, **settings}
+        return {"epoch": self.epoch, "consumed": consumed, **self._order()}
 
-    def load_state_dict(self, state: Mapping[str, Any], resumes: Callable[[], object] = bool) -> None:
+    def _order(self) -> dict[str, Any]:
+        """Return what the orders of all epochs follow from."""
+        return {"length": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any], resumes: Callable[[], object] = lambda: None) -> None:
         """Let the next pass go on where the state's was, also with another number of workers.
 
         Arguments:
@@ -109,10 +112,9 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
         Raises:
             KVError: it is the state of another data set or of another order. Nothing was changed.
         """
-        own = self.state_dict()
-        for name in ("length", "shuffle", "seed"):
-            if state[name] != own[name]:
-                raise KVError(f"the sampler's {name} is {own[name]}, but {state[name]} in the state that is loaded")
+        for name, own in self._order().items():
+            if state[name] != own:
+                raise KVError(f"the sampler's {name} is {own}, but {state[name]} in the state that is loaded")
         super().set_epoch(state["epoch"])
         self._begin, self._drawn, self._loading, self._resumes = state["consumed"], 0, {}, resumes
 

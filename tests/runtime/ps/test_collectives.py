@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
 from cluster import Cluster, open_store, run_job
 from fakearrays import put
@@ -17,6 +18,7 @@ from gputensors import Torch
 
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, Pending, create
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store import objects
 from distrun_runtime.store.pending import BackgroundCall, Late
 
@@ -410,3 +412,19 @@ def test_a_key_with_an_open_round_is_not_deleted(run: Run, first: int) -> None:
         assert out.tolist() == [2, 2]
 
     run(script, 2, 2)
+
+
+def test_from_the_third_on_an_allreduce_is_planned_as_a_pushpull_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = plans.steady_calls(monkeypatch)
+
+    def script(kv: KVStore) -> list[int]:
+        counts = []
+        value = [own(kv, 3), own(kv, 3000)]
+        for _ in range(5):
+            kv.barrier()
+            counts.append(sum(one.kind is Kind.PUSHPULL and one.rank == kv.rank for one in steady))
+            kv.allreduce(value, value)
+        return counts
+
+    for counts in run_job(script, 2, 1):
+        assert counts == [0, 0, 1, 2, 3]
