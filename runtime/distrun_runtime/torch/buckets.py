@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, Pending
-from distrun_runtime.torch.buffers import Buffers, give_rank_0s
+from distrun_runtime.torch.buffers import BufferRow, give_rank_0s
 from distrun_runtime.torch.rows import average_rows, sparse_names
 from distrun_runtime.transport.zeromq import keep_freed_memory
 
@@ -47,7 +47,7 @@ _numbers: WeakKeyDictionary[KVStore, Iterator[int]] = WeakKeyDictionary()
 """Of each store: the numbers of what averages over it, which keys begin with."""
 
 
-class Slot:
+class GradientSlot:
     """A parameter and its place in a bucket."""
 
     __slots__ = ("bucket", "index", "is_early", "is_moved", "name", "param", "view")
@@ -58,7 +58,7 @@ class Slot:
         """The hook moves the gradient into the bucket."""
         self.is_moved = False
         """The bucket has this worker's part of the mean, and `param.grad` is None until the exchange is done."""
-        self.bucket: Bucket
+        self.bucket: GradientBucket
         self.view: Any = None
         """The part of the bucket, with the parameter's shape and strides."""
 
@@ -71,10 +71,10 @@ class Slot:
             torch.mul(grad.to_dense() if grad.is_sparse else grad, share, out=self.view)
 
 
-class Bucket:
+class GradientBucket:
     """Memory for the gradients of some parameters of one dtype and device, and for `extra` numbers behind them."""
 
-    def __init__(self, store: KVStore, key: str, slots: Sequence[Slot], like: Any, extra: int = 0) -> None:
+    def __init__(self, store: KVStore, key: str, slots: Sequence[GradientSlot], like: Any, extra: int = 0) -> None:
         self.key, self.slots = key, slots
         lengths = [slot.param.numel() * (1 + slot.param.is_complex()) for slot in slots]
         places = [-(-length // ALIGNED) * ALIGNED for length in lengths]
@@ -154,7 +154,7 @@ class Averaging:
         self.is_syncing = True
         """Gradients are exchanged; False within `no_sync`."""
         self._compression, self._overlap = compression, overlap
-        self._buffers = Buffers(model, buffers, store.rank)
+        self._buffers = BufferRow(model, buffers, store.rank)
         self._share = 1.0 / store.num_workers
         self._number = next(_numbers.setdefault(store, count()))
         self._layouts = 0
@@ -162,11 +162,11 @@ class Averaging:
         """Of each parameter, by its id, what removes its hook."""
         self._tasks: set[int] = set()
         """The backwards at whose end `_finish` is called."""
-        self._moved: list[Slot] = []
-        self._slots: list[Slot] = []
-        self._early: dict[int, Slot] = {}
+        self._moved: list[GradientSlot] = []
+        self._slots: list[GradientSlot] = []
+        self._early: dict[int, GradientSlot] = {}
         """By their parameters' ids those that hooks move."""
-        self._buckets: list[Bucket] = []
+        self._buckets: list[GradientBucket] = []
         self._keys: list[str] = []
         """Of the buckets."""
 
@@ -196,7 +196,7 @@ class Averaging:
         sparse = sparse_names(self._model)
         self._tables = {name: param for name, param in trained if name in sparse}
         dense = [(name, param) for name, param in trained if name not in sparse]
-        self._slots = [Slot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
+        self._slots = [GradientSlot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
         self._early = {id(slot.param): slot for slot in self._slots if slot.is_early}
         self._frozen = [param for param in params.values() if not param.requires_grad]
         self._used = np.zeros(len(dense), np.float32)
@@ -220,8 +220,8 @@ class Averaging:
             is_real = param.is_floating_point() or param.is_complex()
             self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
 
-    def _buckets_of(self, slots: Sequence[Slot]) -> list[Bucket]:
-        kinds: dict[Any, list[list[Slot]]] = {}
+    def _buckets_of(self, slots: Sequence[GradientSlot]) -> list[GradientBucket]:
+        kinds: dict[Any, list[list[GradientSlot]]] = {}
         for slot in reversed(slots):  # as a backward goes
             groups = kinds.setdefault((slot.param.device, slot.param.dtype), [[]])
             if self._overlap and sum(map(_size_bytes, groups[-1])) >= OVERLAP_BYTES:
@@ -240,12 +240,12 @@ class Averaging:
         if self._compression:
             self.store.set_gradient_compression(self._compression, keys[:-1])
         buckets = [
-            Bucket(self.store, key, group, group[0].param, extra if at == carrier else 0)
+            GradientBucket(self.store, key, group, group[0].param, extra if at == carrier else 0)
             for at, (key, group) in enumerate(zip(keys, groups, strict=False))
         ]
         if not carriers:
             like = torch.empty(0, dtype=self._buffers.dtype, device=next(self._model.parameters()).device)
-            buckets.append(Bucket(self.store, keys[-1], [], like, extra))
+            buckets.append(GradientBucket(self.store, keys[-1], [], like, extra))
         self._wants, self._flags, self._row = buckets[carrier].extra.split([1, len(slots), self._buffers.size])
         return buckets
 
@@ -270,7 +270,7 @@ class Averaging:
         self._tasks.add(_current_task())
         _queue_callback(self._finish)
 
-    def _move(self, slot: Slot) -> None:
+    def _move(self, slot: GradientSlot) -> None:
         bucket = slot.bucket
         if bucket.pending is not None:
             raise KVError(
@@ -286,7 +286,7 @@ class Averaging:
             if self._overlap and not bucket.missing:
                 self._send(bucket)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         priority = -self._buckets.index(bucket)
         bucket.pending = self.store.pushpull(bucket.key, bucket.array, priority=priority, wait=False)
 
@@ -358,7 +358,7 @@ _index_of = attrgetter("index")
 
 
 def _size_bytes(of: Any) -> int:
-    param = of.param if isinstance(of, Slot) else of
+    param = of.param if isinstance(of, GradientSlot) else of
     size: int = param.numel() * param.element_size()
     return size
 

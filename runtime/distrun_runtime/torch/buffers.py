@@ -42,7 +42,7 @@ def give_rank_0s(store: KVStore, tensors: Sequence[Any]) -> None:
             tensor.detach().copy_(each)
 
 
-class Buffers:
+class BufferRow:
     """The buffers of a model in a row of floats, which all workers add up.
 
     Workers other than rank 0 add zeros, so that the sum is rank 0's values. What float32 may not hold exactly travels

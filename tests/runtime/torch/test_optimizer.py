@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
-from scriptjobs import outcomes_of
+from scriptjobs import outcomes_of, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "torch_optimizer_program.py"
@@ -55,3 +55,18 @@ def others() -> dict[str, str]:
 @pytest.mark.parametrize("case", [case for case in OTHERS if case != "main"])
 def test_beside_training(others: dict[str, str], case: str) -> None:
     assert others[case] == "", others[case]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("number", [0, 1])
+def test_programs_of_the_page_run(tmp_path: Path, number: int) -> None:
+    section = (
+        (ROOT / "docs" / "torch.md").read_text("utf-8").partition("## Optimizers of torch")[2].partition("\n## ")[0]
+    )
+    program = section.split("```python\n")[number + 1].partition("```")[0]
+    told = 'print("same", [round(float(p.sum()), 6) for p in net.parameters()], flush=True)'
+    done = run_script(tmp_path, program + told, python=python_of("torch"), servers=1)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("same")]
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
