@@ -87,6 +87,15 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(tmp_path
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("title", ["A process group: DDP, accelerate, Lightning", "Compressed gradients under DDP"])
+def test_the_program_on_the_page_prints_what_it_says(tmp_path: Path, title: str) -> None:
+    section = (ROOT / "docs" / "torch.md").read_text("utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    (program,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    done = run_script(tmp_path, program, python=python_of("torch"), servers=2)
+    assert done.stdout.splitlines() == re.findall(r"# prints (.*)", program) * 2, done.stderr
+
+
+@pytest.mark.peers
 def test_a_job_without_servers_is_refused(tmp_path: Path) -> None:
     done = run_script(tmp_path, PROGRAM, "distrun", "by_ddp", python=python_of("torch"))
     assert "whose job has no servers" in done.stderr
