@@ -442,3 +442,24 @@ def test_the_oldest_kinds_of_calls_are_forgotten_and_work_again(run: Run, monkey
         assert repr(kv._through) == "<KVStore 'dist_sync': 3 keys>"
 
     run(script, 2, 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_contributed_without_waiting_is_with_the_servers_at_a_barrier_and_at_the_end(
+    run: Run, size: int
+) -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init("a", np.zeros(size, np.float32))
+        found = []
+        for turn in range(2):
+            value = np.ones(size, np.float32)
+            if kv.rank == 0:
+                kv.pushpull("a", value, priority=-3, wait=False)
+            if turn == 0:
+                kv.barrier()
+            if kv.rank:
+                kv.pushpull("a", value)
+            found.append(float(value[-1]))
+        return found[kv.rank == 0 :]
+
+    assert run(script, 2, 2)[1] == [2, 2]
