@@ -149,8 +149,8 @@ def test_what_has_no_marks_belongs_to_the_place_of_what_started_it() -> None:
                 for each in jobs
             }
 
+        stack.callback(stopping.sweep, job, 60.0)
         poll(lambda: commands() == {"7": {"sleep 607"}, "8": {"sleep 608"}}, "each has its own")
-        stopping.sweep(job, 60.0)
 
 
 def test_a_task_that_has_cleared_its_environment_is_known_by_the_record() -> None:
