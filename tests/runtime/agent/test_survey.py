@@ -135,6 +135,34 @@ def test_a_job_without_a_record_is_found_by_its_marks(
         assert [(row["task"], row["command"]) for row in here["processes"]] == [(name, "sleep 600")]
 
 
+def test_what_has_no_marks_belongs_to_the_place_of_what_started_it() -> None:
+    job = "m" + uuid.uuid4().hex[:8]
+    with contextlib.ExitStack() as stack:
+        for place in ("7", "8"):
+            marks = {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": "d7", "DISTRUN_PLACE": place}
+            stack.enter_context(bystander("sh", "-c", f"env -i sleep 60{place} & wait", **marks))
+
+        def commands() -> dict[str, set[str]]:
+            jobs = [each for each in query.answer("survey", {})["jobs"] if each["job"] == job]
+            return {
+                each["host"]: {row["command"] for row in each["processes"] if "wait" not in row["command"]}
+                for each in jobs
+            }
+
+        stack.callback(stopping.sweep, job, 60.0)
+        poll(lambda: commands() == {"7": {"sleep 607"}, "8": {"sleep 608"}}, "each has its own")
+
+
+def test_a_task_that_has_cleared_its_environment_is_known_by_the_record() -> None:
+    with agent(shell("echo ready; exec env -i sleep 600")) as driver:
+        running(driver)
+        poll(lambda: ("worker-0", "sleep 600") in told(driver.job), "the task's name")
+
+
+def told(job: str) -> list[tuple[str, str]]:
+    return [(row["task"], row["command"]) for row in found(job)["processes"]]
+
+
 def test_processes_are_read_once_however_many_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     environ_of = process.environ_of

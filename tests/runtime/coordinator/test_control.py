@@ -533,14 +533,16 @@ def test_no_message_waits_for_another_one_to_wake_the_service(job: Job) -> None:
         other.join()
 
 
-def test_a_client_that_leaves_is_forgotten(job: Job) -> None:
+@pytest.mark.parametrize("way", [socket.SHUT_RD, socket.SHUT_RDWR])
+def test_a_client_that_leaves_is_forgotten(way: int, job: Job) -> None:
     client = Client(job.path)
     client.subscribe(events=True, output={"cursor": 0})
-    client.socket.close()
+    client.socket.shutdown(way)  # the first is seen only by who sends
     for number in range(100):
         job.prints(b"%d\n" % number)
         job.service.event({"event": "said"})
     wait_until(lambda: not job.service._clients, LIMIT_S)
+    client.socket.close()
 
 
 # ---------------------------------------------------------------------- numbers
