@@ -57,7 +57,7 @@ WORKS = (
     Work("barrier", "barrier", goal_ms=0.3),
     Work("1,000 keys, one call", "small:list", 6, goals=((BUCKET, 0.25), (MXNET, 0.025))),
     Work("1,000 keys, wait=False", "small:later", 4, goals=((MXNET, 1 / 3),)),
-    Work("ResNet-50, key by key", "resnet50:each", 3, goals=((MXNET, 1 / 3),)),
+    Work("ResNet-50, key by key", "resnet50:each", 10, goals=((MXNET, 1 / 3),)),
 )
 
 
