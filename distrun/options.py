@@ -214,6 +214,17 @@ def _job_name(option: str, text: str) -> str:
     return text
 
 
+def parse_label(option: str, text: str) -> str:
+    """Return a label, `K=V`. No side effects.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not re.fullmatch(r"[\w./-]{1,64}=[\w.+@:/-]{0,64}", text):
+        raise UsageError(f"{option}: expected KEY=VALUE, up to 64 letters, digits or . _ - / each, found {text!r}")
+    return text
+
+
 def _module(option: str, text: str) -> str:
     if not all(part.isidentifier() for part in text.split(".")) or text.endswith(".py"):
         raise UsageError(
@@ -269,6 +280,8 @@ def _shown(value: str | float) -> str:
     return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."
 
 
+LABELS = words("-l/--label", "Only jobs with this label. Repeatable.", "K=V", key="labels", reads=parse_label)
+"""By which commands choose among jobs."""
 COPYING = (
     text("--sync-dst-dir", "Copy the current directory to DIR on each host.", "DIR"),
     words("--sync-exclude", "Do not copy what matches. Repeatable.", "PATTERN", member=""),
@@ -510,6 +523,13 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     ),
     "Output": (
         text("--name", "A name for the job.", reads=_job_name),
+        words(
+            "--label",
+            "Label of the job, by which status and kill choose. Repeatable.",
+            "K=V",
+            key="labels",
+            reads=parse_label,
+        ),
         text(
             "--run-dir",
             "Keep the job's folder below DIR.",

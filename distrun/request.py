@@ -123,6 +123,8 @@ class JobRequest:
     shell: bool | None = None
     """--shell, --no-shell, or None: decided by the command."""
     name: str = ""
+    labels: tuple[str, ...] = ()
+    """`K=V` each."""
     settings: tuple[Setting, ...] = ()
     """In the order of precedence: a later one wins, one for a role wins over one for all."""
     python: str = ""

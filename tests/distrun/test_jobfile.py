@@ -160,6 +160,7 @@ SPECIAL = {
     "name": st.sampled_from(["x", "a.b"]),
     "engine_time": st.just("90m"),
     "run_dir": st.just("/r"),
+    "labels": st.just(("a=b",)),
     "activate": st.lists(st.sampled_from(["venv:a", "x=1\ny"]), max_size=2).map(tuple),
 }
 
