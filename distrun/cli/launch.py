@@ -121,6 +121,12 @@ def _launch(
 
         console.write_out(jobfile.write({key: Sourced(value, "") for key, value in given.items()}))
         return 0
+    if len(command) > 1:
+        from distrun.cli import scriptcheck
+
+        warning = scriptcheck.check(request)
+        if warning:
+            console.say(warning, "warning")
     job = plan_job(request, store)
     if not isinstance(job, QueuedJob):
         if options["shows"]:
