@@ -156,6 +156,19 @@ def parse(
     return JobFile(layer, found, sections)
 
 
+def layer(data: Mapping[str, Any], origin: str) -> Mapping[str, Sourced]:
+    """Return what a table gives that is in no file, with the types of TOML. Paths are relative to the current folder.
+
+    Raises:
+        UsageError: all that is wrong in it.
+    """
+    reader = _TableReader("", "", Path.cwd())
+    found = reader.layer(data, (), origin)
+    if reader.findings:
+        raise UsageError("\n".join(f"{origin}: {each.text}" for each in reader.findings))
+    return found
+
+
 def _error(findings: list[Finding]) -> PlacedError:
     return _InvalidFileError("\n".join(map(str, findings)), count=len(findings))
 

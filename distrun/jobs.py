@@ -1,6 +1,6 @@
 """The user's jobs, on this machine or on hosts: how they stand, what they print, and their end.
 
-    job = Jobs().launch(JobRequest(command=("python", "train.py"), workers=2, servers=2, cwd=os.getcwd()))
+    job = Jobs().launch(Request(["python", "train.py"], workers=2, servers=2))
     for job in Jobs().list():
         print(job.id, job.state)
     job = Jobs().get("calm-otter")
@@ -30,7 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distrun.errors import DistrunError, UsageError
 from distrun.formats import grouped
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.killing import Killed, RemovedJob
     from distrun.request import JobRequest
+    from distrun.requesting import Request
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 
@@ -65,6 +66,9 @@ STACK_S = 15.0
 POLL_S = 0.1
 """How often new output is looked for."""
 READ_SIZE = 256 * 1024
+
+
+AnyJob = TypeVar("AnyJob", bound="Job")
 
 
 # ---------------------------------------------------------------------- jobs
@@ -92,26 +96,42 @@ class Jobs:
         self.store = store or JobStore()
         self.say = say
 
-    def launch(self, request: JobRequest) -> Job:
+    def launch(self, request: Request | JobRequest) -> Job:
         """Launch a job, and return it when its coordinator has it; its tasks may not have started.
 
         The coordinator is a process of its own. It stops the job when this process ends, unless the request says
         `detach`: then this returns when all tasks run, or when an engine has the job, which goes on. What the
         coordinator has to say goes to `say`. It asks no questions: ssh logs in by keys.
 
+        The job is a context manager: leaving its block stops the job, unless it is over or detached.
+
         Args:
             request: what is to run, and where. `dry_run` means nothing here: see `planning.plan_job`.
 
         Raises:
             UsageError: the request cannot be fulfilled as it is.
+            PreflightError: hosts are not up after `wait_for_hosts`.
             DistrunError: the coordinator could not be started, or could not start the job.
         """
-        from distrun import launching, planning
+        from distrun import hostwait, launching, planning, scriptcheck
+        from distrun.requesting import Request
+        from distrun_runtime.contract import daemon
 
-        job = planning.plan_job(request, self.store)
+        asked = request.resolve(self.say) if isinstance(request, Request) else request
+        warnings = [scriptcheck.check(asked)]
+        job = planning.plan_job(asked, self.store)
+        if isinstance(job, planning.PlannedJob):
+            warnings += planning.device_warnings(job.plan)
+            warnings += job.tree.warnings() if job.tree is not None else ()
+        if asked.detach and not job.is_hosted and daemon.ends_at_logout():
+            warnings.append("a logout here ends the job all the same (KillUserProcesses of systemd-logind)")
+        for warning in filter(None, warnings):
+            self.say(warning, "warning")
+        if asked.wait_for_hosts_s and asked.hosts is not None and isinstance(job, planning.PlannedJob):
+            hostwait.wait(asked, [host.name for host in job.plan.hosts], self.say)
         folder = launching.create(self.store, job)
         launching.spawn(job, folder, self.say)
-        return Job(folder, self.say)
+        return Job(folder, self.say, is_owned=not asked.detach)
 
     def list(self, most: int | None = None, name: str = "", labels: Sequence[str] = ()) -> Sequence[Job]:
         """Return the jobs, newest first: those that go on, then others, of which there are at most `most`.
@@ -211,13 +231,26 @@ class Job:
 
     What is known here of a job whose coordinator is on another host is of the last `refresh`. Several threads may use
     one object; each call of `attach` and `logs` opens a connection or files of its own.
+
+    Args:
+        folder: the job's folder.
+        say: as for `Jobs`.
+        is_owned: leaving a `with` block stops it.
     """
 
-    def __init__(self, folder: JobFolder, say: Callable[[str, str], None] = _warn) -> None:
+    def __init__(self, folder: JobFolder, say: Callable[[str, str], None] = _warn, is_owned: bool = False) -> None:
         self.folder = folder
         self.say = say
+        self.is_owned = is_owned
         self._ended: Mapping[str, Any] | None = None
         """The outcome that the coordinator told, which is perhaps not yet in the folder here."""
+
+    def __enter__(self: AnyJob) -> AnyJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_owned and not self.is_over:
+            self.stop()
 
     @property
     def id(self) -> str:
@@ -346,7 +379,9 @@ class Job:
             UsageError: it is over, or cannot be detached.
             CoordinatorLost: its coordinator is gone.
         """
-        return bool(self._ask("detach", {}, members=("released",))[0]["released"])
+        is_released = bool(self._ask("detach", {}, members=("released",))[0]["released"])
+        self.is_owned = False
+        return is_released
 
     def stack(self, *tasks: str) -> Sequence[Mapping[str, Any]]:
         """Return where tasks stand, each once: task, text, how; error and fix where there is no text.

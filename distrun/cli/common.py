@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
-from distrun.formats import exact
 from distrun.options import (
     BY_KEY,
     FLAG,
-    HOSTS,
     LAUNCHER,
     MERGED,
     SITE,
@@ -50,11 +48,6 @@ TYPED = "words"
 `LazyGroup` puts them there, for hints and for `launch`, which may start itself again with them."""
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
-
-REACH = (*HOSTS, LAUNCHER)
-"""Options by which hosts are named and reached."""
-PYTHON = (BY_KEY["python"], BY_KEY["activate"])
-"""Options that say which Python tasks find."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -115,6 +108,7 @@ class JobCommand(click.Command):
         from pathlib import Path
 
         from distrun import jobfile
+        from distrun.requesting import engines
 
         found = [jobfile.load(Path(file))] if file else []
         if project:
@@ -136,6 +130,8 @@ def _project() -> str:
 
     A file of another user is not taken: whoever can write to a folder above this one could run commands here by it.
     """
+    from distrun.requesting import current_folder
+
     folder = current_folder()
     while True:
         path = os.path.join(folder, "pyproject.toml")
@@ -146,13 +142,6 @@ def _project() -> str:
                 say(f"{path} is ignored: it belongs to another user", "warning")
         if folder == (folder := os.path.dirname(folder)):
             return ""
-
-
-def engines() -> Sequence[str]:
-    """Return the names of all launchers, each of which may have a section in the user's file."""
-    from distrun import backends
-
-    return backends.names()
 
 
 def takes(*rows: Option) -> Callable[[Function], Function]:
@@ -187,18 +176,6 @@ def _click_option(row: Option) -> Callable[[Function], Function]:
     names = [row.name] if row.kind == SWITCH else row.name.split("/")
     kind = _LauncherOption if row == LAUNCHER else click.Option
     return click.option(*names, row.key, cls=kind, help=row.help, required=row.required, hidden=row.hidden, **how)
-
-
-def current_folder() -> str:
-    """Return the path of the current directory.
-
-    Raises:
-        UsageError: it was removed.
-    """
-    try:
-        return os.getcwd()
-    except OSError as err:
-        raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
 def my_jobs() -> Jobs:
@@ -240,51 +217,10 @@ def placed(folder: JobFolder) -> tuple[int, int]:
     return len(plan.all_places), len(plan.tasks)
 
 
-def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `Backend.reach` takes of a command's options; empty ones are left out."""
-    found = {"transport": str(options["transport"]), "connect_s": exact(options["connect_timeout"])}
-    if options["strict_host_keys"]:
-        found["strict"] = "yes"
-    if options["ssh_config"]:
-        found["config"] = str(options["ssh_config"])
-    return found
-
-
-def typed(options: Mapping[str, Any], inventory: Inventory | None, rows: Iterable[Option] = REACH) -> list[str]:
-    """Return the words that give another command these options; by default those by which it reaches the same hosts."""
-    words: list[str] = []
-    if options["hostfile"] == "-" and inventory is not None:
-        from distrun.hosts.ranges import fold
-
-        # What was on standard input has been read.
-        options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
-    for row in rows:
-        value = options.get(row.key, row.default)
-        if value == row.default:
-            continue
-        values = value if row.kind == WORDS else (value,)
-        for each in values:
-            words.append(row.name.split("/")[0])
-            if each is not True:
-                words.append(f"{each:g}" if isinstance(each, float) else each)
-    return words
-
-
 def tell_warnings(inventory: Inventory) -> None:
     """Print what is odd about the hosts that were named."""
     for warning in inventory.warnings:
         print_err(f"distrun: warning: {warning}\n")
-
-
-def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:
-    """Return the hosts that the options, or else the environment, name; None if there are none.
-
-    Raises:
-        HostsError: what names them cannot be read or understood.
-    """
-    from distrun.hosts import parse
-
-    return parse.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
 
 
 def hosts_of(
@@ -299,6 +235,7 @@ def hosts_of(
         UsageError: there is no such launcher.
     """
     from distrun import backends
+    from distrun.requesting import find_hosts, reach_options
 
     found = find_hosts(options, env)
     backend = backends.load(launcher or ("local" if found is None else "ssh"))
@@ -370,6 +307,7 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     """
     from distrun import backends, jobfile  # for engines only
     from distrun.request import EngineOptions
+    from distrun.requesting import engines
 
     backend = backends.load(name) if name else None
     if backend is None or not backend.is_engine:

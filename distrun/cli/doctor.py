@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import PYTHON, agree, current_folder, engine_of, hosts_of, takes, typed
+from distrun.cli.common import agree, engine_of, hosts_of, takes
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
 from distrun.formats import grouped
 from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
+from distrun.requesting import PYTHON, current_folder, typed
 from distrun_runtime.contract import address, environ, facts
 
 if TYPE_CHECKING:

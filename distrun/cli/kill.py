@@ -18,7 +18,6 @@ from distrun.cli.common import (
     SURVEY_S,
     agree,
     engine_of,
-    find_hosts,
     hosts_as_json,
     hosts_of,
     my_jobs,
@@ -33,6 +32,7 @@ from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
 from distrun.hosts.ranges import fold
 from distrun.options import HOSTS, LABELS, LAUNCHER, SITE, seconds, text
+from distrun.requesting import find_hosts
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
 from distrun_runtime.coordinator.failures import Problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,41 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import backends, formats, placement
+from distrun import placement, requesting
 from distrun.cli import common
-from distrun.cli.common import GIVEN, JobCommand, current_folder, placed, report, takes
+from distrun.cli.common import GIVEN, JobCommand, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.options import BY_KEY, COPYING, MERGED, ROWS, Layer, Sourced, members
+from distrun.options import ROWS, Layer, Sourced
 from distrun.planning import QueuedJob, device_notes, device_warnings
-from distrun.request import (
-    FILED,
-    EngineOptions,
-    JobRequest,
-    Needs,
-    Setting,
-    forwarded,
-    parse_env,
-    parse_env_file,
-    parse_role_env,
-    read_text,
-    without_secrets,
-)
-from distrun.request import given as given_to
-from distrun_runtime.contract import daemon, environ, facts, process
-from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
+from distrun_runtime.contract import daemon, environ, process
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
-    from distrun.sync.rules import CopyRules
     from distrun_runtime.contract.plan import Plan
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
-
-FULL_TRACEBACKS = 2
-"""From this verbosity on workers print whole tracebacks."""
 
 
 @click.command(
@@ -101,7 +81,7 @@ def _launch(
     from distrun.planning import plan_job
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    launcher, found = _launcher(options, env, console)
+    launcher, found = requesting.launcher_of(options, env, console.say)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
     misplaced = ""
@@ -114,15 +94,15 @@ def _launch(
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
         console.say(note)
     store = JobStore()
-    given = _recordable(ctx.meta[GIVEN], found, console)
-    request = _request(command, options, console, launcher=launcher, found=found, env=env, given=given)
+    given = requesting.record(ctx.meta[GIVEN], found, console.say)
+    request = requesting.make(command, options, console.say, launcher=launcher, found=found, env=env, given=given)
     if options["print_config"]:
         from distrun import jobfile
 
         console.write_out(jobfile.write({key: Sourced(value, "") for key, value in given.items()}))
         return 0
     if len(command) > 1:
-        from distrun.cli import scriptcheck
+        from distrun import scriptcheck
 
         warning = scriptcheck.check(request)
         if warning:
@@ -153,10 +133,9 @@ def _launch(
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
     if request.wait_for_hosts_s and found is not None and not isinstance(job, QueuedJob):
-        from distrun.cli import hostwait
+        from distrun import hostwait
 
-        argv = hostwait.question(options, found, env)
-        hostwait.wait([host.name for host in job.plan.hosts], argv, request.wait_for_hosts_s, console.say)
+        hostwait.wait(request, [host.name for host in job.plan.hosts], console.say)
     folder = launching.create(store, job)
     counts = (0, 0) if isinstance(job, QueuedJob) else (len(job.plan.all_places), len(job.plan.tasks))
     console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
@@ -197,181 +176,6 @@ def _leave(
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
         console.say(text, "warning")
     return 0
-
-
-def _request(
-    command: tuple[str, ...],
-    options: Mapping[str, Any],
-    console: Console,
-    *,
-    launcher: str,
-    found: Inventory | None,
-    env: Mapping[str, str],
-    given: Mapping[str, Any],
-) -> JobRequest:
-    settings, notes = _collect_env(options, env)
-    for note in notes:
-        console.say(note, "warning")
-    if not options["no_forward"] and not backends.load(launcher).inherits_env:
-        # First: what the user gives by name wins.
-        settings = (*forwarded(env), *settings)
-    if options["verbosity"] >= FULL_TRACEBACKS:
-        settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
-    named = given_to(settings, "").get("DMLC_INTERFACE")
-    interface = options["interface"] or (environ.text("DMLC_INTERFACE", env) if named is None else named.value)
-    asked = members(options)
-    engine = asked.pop("engine")
-    asked.update(
-        launcher=launcher,
-        servers=options["workers"] if options["servers"] is None else options["servers"],
-        interface=interface,
-        sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
-        limits=_limits(asked["limits"], options["start_timeout"]),
-    )
-    if options["activate"] or options["setup"]:
-        from distrun import activation
-
-        asked["activate"] = activation.script(options["activate"], setup=options["setup"])
-        asked["activated"] = None if options["setup"] else activation.folders(options["activate"])
-    return JobRequest(
-        **asked,
-        command=command,
-        hosts=found,
-        reach=common.reach_options(options),
-        outer=env,
-        cwd=current_folder(),
-        settings=settings,
-        sync_rules=_rules(options),
-        engine=_engine(engine, launcher, env),  # after all that was typed: it may read a site's file
-        # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
-        doctor=""
-        if backends.load(launcher).is_engine
-        else formats.join(["distrun", "doctor", *common.typed(options, found, (*common.REACH, *common.PYTHON))]),
-        given=given,
-        dry_run=options["dry_run"],
-    )
-
-
-def _recordable(given: Layer, found: Inventory | None, console: Console) -> dict[str, Any]:
-    """Return what was given in a form that may be written and launched again elsewhere: no secrets, whole paths."""
-    record: dict[str, Any] = {}
-    for key, (value, origin) in given.items():
-        row = BY_KEY.get(key)
-        if row is None:
-            record[key] = value
-        elif key in MERGED:
-            record[key], lost = without_secrets(key, value)
-            if lost and key != "env":
-                names = ", ".join(lost)
-                console.say(f"{row.name}: the value of {names} is not recorded; for a rerun, give it again", "debug")
-        elif key == "hostfile" and value == "-" and found is not None:
-            from distrun.hosts.ranges import fold
-
-            record["hosts"] = fold(list(found.names))  # what was on standard input has been read
-        elif not row.typed_only and origin not in environ.BY_NAME:
-            record[key] = _whole(value) if row.is_path else value
-    return record
-
-
-def _whole(paths: Any) -> Any:
-    return os.path.abspath(paths) if isinstance(paths, str) else tuple(map(os.path.abspath, paths))
-
-
-def _collect_env(options: Mapping[str, Any], outer: Mapping[str, str]) -> tuple[tuple[Setting, ...], list[str]]:
-    """Return all settings in the order of precedence, files first, and notes for the user. Reads the files."""
-    settings: list[Setting] = []
-    for path in options["env_files"]:
-        settings += parse_env_file(read_text("--env-file", path), path)
-    named, notes = parse_env(options["env"], outer)
-    settings += named
-    for role in ROLES:
-        if options["env_" + role]:
-            settings += parse_role_env(role, options["env_" + role])
-    return tuple(settings), notes
-
-
-def _engine(asked: Mapping[str, Any], launcher: str, env: Mapping[str, str]) -> EngineOptions:
-    """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
-    parts = {
-        WORKER: Needs(**asked[WORKER]),
-        SERVER: Needs(**asked[SERVER]),
-        "own": {name: value for name, value in asked["own"].items() if value},
-        "config": {},
-    }
-    if launcher not in ("local", "ssh"):
-        from distrun import jobfile
-
-        parts["config"] = jobfile.configured(launcher, env, common.engines)
-    return EngineOptions(**{**asked, **parts})
-
-
-def _limits(asked: Mapping[str, Any], start_s: float | None) -> Limits:
-    limits = Limits(**asked)
-    return limits._replace(
-        suspect_s=min(limits.suspect_s, limits.lost_s),
-        lease_s=facts.LEASE_FACTOR * limits.lost_s,
-        start_s=limits.start_s if start_s is None else start_s,
-    )
-
-
-def _rules(options: Mapping[str, Any]) -> CopyRules | None:
-    if not options["sync_dst_dir"]:
-        for row in COPYING[1:]:
-            if options[row.key]:
-                raise UsageError(
-                    f"{row.name}: nothing is copied without --sync-dst-dir", "add --sync-dst-dir DIR, or leave it out"
-                )
-        return None
-    from distrun.sync.rules import check_folder, make_rules
-
-    check_folder(options["sync_dst_dir"])
-    return make_rules(
-        [*_private([*options["env_files"], *_filed(options["env"])], current_folder()), *options["sync_exclude"]],
-        options["sync_gitignore"],
-        options["sync_extra"],
-        cwd=current_folder(),
-        delete=options["sync_delete"],
-    )
-
-
-def _filed(words: Sequence[str]) -> list[str]:
-    """Return the files that words of --env name."""
-    return [match[2] for word in words if (match := re.match(FILED, word, re.DOTALL))]
-
-
-def _private(paths: Sequence[str], cwd: str) -> list[str]:
-    """Return patterns that keep --env-file files below `cwd` from being copied: their values are to stay hidden."""
-    from distrun.sync.rules import literal
-
-    names = [os.path.relpath(os.path.realpath(path), os.path.realpath(cwd)) for path in paths]
-    return ["/" + literal(name) for name in names if not name.startswith("..")]
-
-
-def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> tuple[str, Inventory | None]:
-    """Return the backend's name and the hosts: the one that was named; ssh when hosts are given; else local."""
-    named: str = options["launcher"]
-    if named == "local":
-        if options["hostfile"] not in (None, "-"):
-            from distrun.hosts import parse
-
-            parse.read(options["hostfile"])  # one that is not there is a mistake all the same
-        for option, given in (("-H/--hostfile", options["hostfile"]), ("--hosts", options["hosts"])):
-            if given is not None:
-                console.say(f"{option} is ignored: --launcher local runs on this machine")
-        if options["sync_dst_dir"]:
-            console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
-        return named, None
-    backend = backends.load(named) if named else None
-    if backend is not None and backend.is_engine and not backend.needs_hosts:
-        # What the environment says of an outer job is the engine's own business.
-        return backend.name, common.find_hosts(options, {})
-    found = common.find_hosts(options, env)
-    launcher = named or ("local" if found is None else "ssh")
-    if found is None and (backend or backends.load(launcher)).needs_hosts:
-        raise UsageError(f"--launcher {launcher}: no hosts are given", "name some with -H FILE or --hosts A,B")
-    if found is None and options["sync_dst_dir"]:
-        console.say("--sync-dst-dir is ignored: without hosts, the job runs in the current directory")
-    return launcher, found
 
 
 def _where(job: PlannedJob | QueuedJob, named: str) -> str:

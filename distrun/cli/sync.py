@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import current_folder, hosts_of, takes
+from distrun.cli.common import hosts_of, takes
 from distrun.cli.console import print_err, print_json, terminal_size
 from distrun.errors import SyncError, UsageError
 from distrun.options import COPYING, HOSTS
+from distrun.requesting import current_folder
 from distrun.sync.copier import REPORT_S, Copier, CopyRequest, error
 from distrun.sync.rules import check_folder, make_rules
 from distrun.sync.tree import scan

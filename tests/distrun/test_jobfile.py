@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from distrun import jobfile
+from distrun import jobfile, requesting
 from distrun.cli import launch as command
 from distrun.errors import PlacedError
 from distrun.options import (
@@ -203,13 +203,13 @@ def request_of(layer: dict[str, Sourced], monkeypatch: pytest.MonkeyPatch) -> Jo
     """The request of a launch to which all this was given."""
     monkeypatch.setattr(command.JobCommand, "layers", lambda self, ctx, typed: [layer])
     made: list[JobRequest] = []
-    request = command._request
+    request = requesting.make
 
     def keep(*args: Any, **more: Any) -> Any:
         made.append(request(*args, **more))
         raise click.Abort
 
-    monkeypatch.setattr(command, "_request", keep)
+    monkeypatch.setattr(requesting, "make", keep)
     with pytest.raises(click.Abort):
         command.launch.main([], standalone_mode=False, obj={})
     monkeypatch.undo()

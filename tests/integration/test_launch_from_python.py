@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from distrun_cli import wait_until
 
-from distrun.errors import UsageError
-from distrun.jobs import Job, Jobs
+from distrun import Job, Jobs, Request, UsageError
 from distrun.request import JobRequest
 from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -54,10 +53,8 @@ def test_an_attached_job_is_stopped_when_its_process_ends_and_a_detached_one_goe
     jobs: Jobs, tmp_path: Path
 ) -> None:
     script = (
-        "import os, sys; from distrun.jobs import Jobs; from distrun.request import JobRequest\n"
-        "asked = JobRequest(command=('sleep', '60'), workers=1, servers=0, cwd='/', outer=dict(os.environ),"
-        " detach=sys.argv[1] == 'detach')\n"
-        "print(Jobs().launch(asked).id)\n"
+        "import sys; from distrun import Jobs, Request\n"
+        "print(Jobs().launch(Request(['sleep', '60'], servers=0, detach=sys.argv[1] == 'detach')).id)\n"
     )
     ids = {
         how: subprocess.run([sys.executable, "-c", script, how], check=True, capture_output=True, text=True).stdout
@@ -91,3 +88,15 @@ def test_a_job_can_be_stopped_while_it_runs(jobs: Jobs, tmp_path: Path) -> None:
     assert job.stop(0.5).left == []
     assert job.is_over
     assert time.monotonic() - began < LIMIT_S
+
+
+def test_leaving_the_block_of_a_job_stops_it_unless_it_is_detached(jobs: Jobs) -> None:
+    sleeping = {"command": ["sleep", "60"], "servers": 0, "grace": 0.5}
+    with pytest.raises(RuntimeError, match="mine"), jobs.launch(Request(**sleeping)) as attached:  # type: ignore[arg-type]
+        raise RuntimeError("mine")
+    assert attached.is_over
+    with jobs.launch(Request(**sleeping, detach=True)) as detached:  # type: ignore[arg-type]
+        assert detached.state == "running"
+    assert detached.state == "running"
+    with jobs.get(detached.id):
+        detached.stop()

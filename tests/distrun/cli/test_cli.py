@@ -325,7 +325,7 @@ def test_our_own_fault_ends_with_8_and_a_traceback_only_when_asked(
     def broken(**more: Any) -> None:
         raise RuntimeError("oh dear")
 
-    monkeypatch.setattr("distrun.cli.launch._launcher", lambda *more: broken())
+    monkeypatch.setattr("distrun.requesting.launcher_of", lambda *more: broken())
     assert cli.run(["launch", "-n", "1", "true"]) == 8
     text = capfd.readouterr().err
     assert "distrun: error: internal error: RuntimeError: oh dear" in text

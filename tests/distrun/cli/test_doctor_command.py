@@ -14,11 +14,11 @@ import pytest
 import wheels
 from distrun_cli import Distrun
 
-from distrun.cli.common import typed
 from distrun.cli.doctor import doctor
 from distrun.cli.launch import launch
 from distrun.hosts.parse import parse
 from distrun.options import HOSTS
+from distrun.requesting import typed
 
 LIMIT_S = 120.0
 SHARED = {"launcher", "activate", "python", "interface", "subnet", "port_range"}

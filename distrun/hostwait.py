@@ -9,15 +9,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from distrun.cli.common import typed
 from distrun.errors import PreflightError
-from distrun.hosts import Inventory
 from distrun.hosts.parse import FILES
 from distrun.hosts.ranges import fold
 from distrun.options import HOSTS
+from distrun.request import JobRequest
+from distrun.requesting import typed
 from distrun_runtime.contract.facts import duration
 
 RETRY_S = 5.0
@@ -28,27 +27,24 @@ DOWN = ("dns", "refused", "timeout", "unreachable", "busy")
 """Kinds of problems that a host has which is not up yet. Others are the launch's to report."""
 
 
-def question(options: Mapping[str, Any], found: Inventory, env: Mapping[str, str]) -> list[str]:
-    """Return the command that asks the hosts of a launch. No side effects.
-
-    Arguments:
-        options: those of the launch, by key.
-        found: its hosts.
-        env: its environment, which may name a hosts file.
-    """
+def question(request: JobRequest) -> list[str]:
+    """Return the command that asks the hosts of a launch. No side effects."""
+    options = {row.key: request.given.get(row.key, row.default) for row in HOSTS}
     if options["hostfile"] is None and options["hosts"] is None:
-        file = next((env[name] for name in FILES if env.get(name)), None)
-        options = {**options, "hostfile": file, "hosts": None if file else fold(list(found.names))}
-    return [sys.executable, "-m", "distrun", "status", "--json", *typed(options, found, HOSTS)]
+        file = next((request.outer[name] for name in FILES if request.outer.get(name)), None)
+        names = request.hosts.names if request.hosts else ()
+        options.update(hostfile=file, hosts=None if file else fold(list(names)))
+    return [sys.executable, "-m", "distrun", "status", "--json", *typed(options, request.hosts, HOSTS)]
 
 
-def wait(used: Sequence[str], argv: Sequence[str], limit_s: float, say: Callable[[str], None]) -> None:
-    """Return when none of the hosts `used` is down any more; say which are. `argv`: asks them (`question`).
+def wait(request: JobRequest, used: Sequence[str], say: Callable[[str, str], None]) -> None:
+    """Return when none of the hosts `used` is down any more; say which are.
 
     Raises:
-        PreflightError: some are down after `limit_s` seconds.
+        PreflightError: some are down after the time that the request gives them.
     """
-    until, told = time.monotonic() + limit_s, ""
+    limit_s = request.wait_for_hosts_s
+    argv, until, told = question(request), time.monotonic() + limit_s, ""
     while True:
         down = _down(argv, max(0.0, until - time.monotonic()) + LOOK_S, used)
         if not down:
@@ -62,7 +58,7 @@ def wait(used: Sequence[str], argv: Sequence[str], limit_s: float, say: Callable
             )
         if names != told:
             told = names
-            say(f"waiting for {names}: {why}")
+            say(f"waiting for {names}: {why}", "info")
         time.sleep(min(RETRY_S, left_s))
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from fakessh import FakeSsh
 
-from distrun.cli import hostwait
+from distrun import hostwait
 from distrun.errors import PreflightError
 from distrun.hosts import named
-from distrun.options import HOSTS
+from distrun.request import JobRequest
 
 REFUSED = "ssh: connect to host d1 port 22: Connection refused"
-OPTIONS = {**{row.key: row.default for row in HOSTS}, "hosts": "d1", "transport": "openssh"}
+
+
+def request(*names: str, limit_s: float = 0.0, outer: Mapping[str, str] = {}, **given: str) -> JobRequest:
+    asked = {"hosts": named(names), "launcher": "ssh", "wait_for_hosts_s": limit_s, "outer": outer}
+    return JobRequest(("true",), 1, 0, "/", given={"transport": "openssh", **given}, **asked)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -24,7 +29,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
 
 def wait(limit_s: float) -> list[str]:
     said: list[str] = []
-    hostwait.wait(["d1"], hostwait.question(OPTIONS, named(["d1"]), {}), limit_s, said.append)
+    hostwait.wait(request("d1", limit_s=limit_s, hosts="d1"), ["d1"], lambda text, level: said.append(text))
     return said
 
 
@@ -45,6 +50,5 @@ def test_a_host_that_refuses_the_login_is_not_waited_for(ssh: FakeSsh) -> None:
 
 
 def test_hosts_that_the_environment_names_are_asked_by_their_file_or_their_names() -> None:
-    bare = {**OPTIONS, "hosts": None}
-    assert hostwait.question(bare, named(["a1", "a2"]), {})[-4:] == ["--hosts", "a[1-2]", "--transport", "openssh"]
-    assert hostwait.question(bare, named(["a1"]), {"DISTRUN_HOSTFILE": "h"})[-4:-2] == ["-H", "h"]
+    assert hostwait.question(request("a1", "a2"))[-4:] == ["--hosts", "a[1-2]", "--transport", "openssh"]
+    assert hostwait.question(request("a1", outer={"DISTRUN_HOSTFILE": "h"}))[-4:-2] == ["-H", "h"]
