@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distrun.errors import DistrunError as DistrunError
     from distrun.errors import UsageError as UsageError
+    from distrun.functions import FunctionError as FunctionError
+    from distrun.functions import FunctionJob as FunctionJob
+    from distrun.functions import launch_function as launch_function
     from distrun.jobs import Job as Job
     from distrun.jobs import Jobs as Jobs
     from distrun.requesting import Request as Request
 
 __version__ = "0.1.0"
 
-__all__ = ["DistrunError", "Job", "Jobs", "Request", "UsageError"]
-_MODULES = ("errors", "jobs", "requesting")
+__all__ = ["DistrunError", "FunctionError", "FunctionJob", "Job", "Jobs", "Request", "UsageError", "launch_function"]
+_MODULES = ("errors", "jobs", "requesting", "functions")
 
 
 def __getattr__(name: str) -> Any:

@@ -124,6 +124,8 @@ _DISTRUN = (
         "Unix datagram socket on which a task tells its agent numbers that may be lost. Set where the agent has one.",
     ),
 )
+# What `distrun.launch_function` tells the program that it launches.
+_FUNCTIONS = (_reads("DISTRUN_CALL", "The packed arguments of a function that workers call.", default="", stale=True),)
 # The parameter-server set of launch.py, ps-lite and BytePS.
 _DMLC = (
     _both("DMLC_ROLE", "The process's role.", choices=("scheduler", "server", "worker")),
@@ -409,7 +411,7 @@ _LAUNCHER = (
     ),
 )
 _SECTIONS = {
-    "distrun": _DISTRUN,
+    "distrun": (*_DISTRUN, *_FUNCTIONS),
     "dmlc": _DMLC,
     "torch": _TORCH,
     "gpus": _GPUS,

@@ -42,8 +42,9 @@ def encode(value: object, call: str) -> bytes:
         KVError: it has something of another type, is too deep or too large; says where.
     """
     frames: list[bytes] = []
+    node = _node(value, call, frames, 0)
     try:
-        text = json.dumps(_node(value, call, frames, 0), separators=(",", ":")).encode()
+        text = json.dumps(node, separators=(",", ":")).encode()
     except ValueError as err:  # an int of more digits than Python writes
         raise KVError(f"{call}: {err}") from err
     size = _LENGTH.size + len(text) + sum(map(len, frames))
