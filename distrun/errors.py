@@ -28,6 +28,7 @@ class DistrunError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        self.__notes__ = [f"hint: {hint}"] if hint else []  # Python prints them below the message
 
 
 class UsageError(DistrunError, ValueError):
