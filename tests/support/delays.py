@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.protocol.message import Kind
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.transport import admission, host_segments
 from distrun_runtime.transport.admission import Admission
 from distrun_runtime.transport.direct import DirectTransport
@@ -29,7 +29,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (InprocTransport, "send"),
     (ZmqTransport, "wake"),
     (InprocTransport, "wake"),
-    (Request, "resolve"),
+    (NodeRequest, "resolve"),
     (host_segments, "_tell"),
     (Admission, "_answer"),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol.message import NUMBER, NUMBER_AT, Kind, encode
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.session import Asked, NodeSession, PlannedSends
 from distrun_runtime.transport.resend import kind_of
 
@@ -53,7 +53,7 @@ def steady_calls(patch: pytest.MonkeyPatch) -> list[SteadyCall]:
         call = SteadyCall(self.rank, [joined(one.frames) for one in sends], asked, [one.into for one in sends])
         found.append(call)
         result = exchange(self, sends, as_request, *others, **more)
-        call.is_request = isinstance(result, Request)
+        call.is_request = isinstance(result, NodeRequest)
         return result
 
     patch.setattr(NodeSession, "exchange", watched)

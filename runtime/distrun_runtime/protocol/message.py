@@ -216,7 +216,7 @@ class Message:
     `payloads` holds the frames after the body: one for each entry whose payload kind is FRAME, or the frames that the
     PACKED entries share. `bucket` names a list of entries that the receiver knows from an earlier message of this
     sender (0: none); without entries of its own the message has those, `step` rounds later. `request` numbers this
-    message; a reply has the same (a worker's `role.Request` may have several messages).
+    message; a reply has the same (a worker's `role.NodeRequest` may have several messages).
     """
 
     kind: Kind

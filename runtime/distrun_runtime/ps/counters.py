@@ -17,7 +17,7 @@ from distrun_runtime import reporting
 from distrun_runtime.contract import metrics
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Message
-from distrun_runtime.ps.role import Request, Waits
+from distrun_runtime.ps.role import NodeRequest, Waits
 
 
 @dataclass
@@ -304,7 +304,7 @@ class NodeMetrics:
     wall: Callable[[], float] = time.time
     _next_at: float = field(default=0.0, init=False)
     _look_at: float = field(default=0.0, init=False)
-    _told: Request | None = field(default=None, init=False)
+    _told: NodeRequest | None = field(default=None, init=False)
     """The wait that the agent knows of."""
     _told_of: tuple[object, ...] = field(default=(), init=False)
     _told_at: float = field(default=0.0, init=False)

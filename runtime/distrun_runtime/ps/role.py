@@ -366,12 +366,12 @@ class Waits:
     """For which request the script's main thread waits at the moment: it sets both, the node's thread reads them."""
 
     def __init__(self) -> None:
-        self.request: Request | None = None
+        self.request: NodeRequest | None = None
         self.since = 0.0
         """Wall clock."""
 
 
-class Request:
+class NodeRequest:
     """A request in flight: messages that went out, and all their replies when these are there.
 
     What a store's call returns to the user, a `store.pending.Pending`, has one or more of these.
@@ -472,7 +472,7 @@ class Request:
         self.replies = ()
 
 
-def when_done(requests: Sequence[Request], act: Callable[[], None]) -> None:
+def when_done(requests: Sequence[NodeRequest], act: Callable[[], None]) -> None:
     """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
     missing = len(requests)
     lock = threading.Lock()
@@ -635,7 +635,7 @@ class Work:
 class Resolve:
     """A request was answered or failed: the waiting thread gets `replies`, or `error` raised."""
 
-    request: Request
+    request: NodeRequest
     replies: tuple[Message, ...] = ()
     error: RuntimeFault | None = None
 
@@ -644,7 +644,7 @@ class Resolve:
 class Note:
     """Tell a request what it waits for."""
 
-    request: Request
+    request: NodeRequest
     text: str
     awaited: tuple[str, ...] = ()
     """The tasks that it waits for."""

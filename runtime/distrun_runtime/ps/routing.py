@@ -32,7 +32,7 @@ from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, ENTRY, Payload
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 
 __all__ = ["Buckets", "Portion", "Route", "cut", "message_limit", "mxnet_shards", "place", "portions_of", "shards_on"]
 
@@ -193,7 +193,7 @@ class Portion:
     """Number under which the server knows the entries; 0: it does not."""
     base: Array | None = None
     """The rounds of the bucket's step 0."""
-    carried_by: Request | None = None
+    carried_by: NodeRequest | None = None
     """The last push that carried it."""
     _copy: Array | None = None
     """Holds the elements of a push whose values are not lent; memory that was written once is written again."""

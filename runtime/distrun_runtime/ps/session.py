@@ -37,7 +37,7 @@ from distrun_runtime.protocol.message import (
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import ROLE_CODES, Loop
 from distrun_runtime.ps.node import bind, connected
-from distrun_runtime.ps.role import Config, Request, Waits, when_done, worker_rank
+from distrun_runtime.ps.role import Config, NodeRequest, Waits, when_done, worker_rank
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, Worker
@@ -103,7 +103,7 @@ class Asked(NamedTuple):
 
     what: str
     messages: Sequence[tuple[str, Message]]
-    after: Sequence[Request] = ()
+    after: Sequence[NodeRequest] = ()
     entries_of: EntriesOf | None = None
     members: Membership | None = None
 
@@ -123,7 +123,7 @@ class CallUnderWay:
         """How many were sent, or are being sent."""
         self.as_request: Callable[[], Asked]
         """What is asked if they are left, and who is told of the request."""
-        self.tell: Callable[[Request], object]
+        self.tell: Callable[[NodeRequest], object]
         self.ask: Ask | None = None
         self.is_done = False
         """All answers were taken."""
@@ -151,7 +151,7 @@ class NodeSession:
         self._waits = Waits()
         self._calls = 0
         """Requests that were begun."""
-        self._ready = Request("registration", waits=self._waits)
+        self._ready = NodeRequest("registration", waits=self._waits)
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         BLOCKS.log_to(lambda text: self._trace.log("INFO", text))
@@ -285,13 +285,13 @@ class NodeSession:
         self,
         what: str,
         messages: Sequence[tuple[str, Message]],
-        after: Sequence[Request] = (),
+        after: Sequence[NodeRequest] = (),
         entries_of: EntriesOf | None = None,
         members: Membership | None = None,
         *,
         commitment: Commitment | None = None,
-        begun: Callable[[Request], object] = lambda request: None,
-    ) -> Request:
+        begun: Callable[[NodeRequest], object] = lambda request: None,
+    ) -> NodeRequest:
         """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`.
 
         Arguments:
@@ -303,7 +303,7 @@ class NodeSession:
         self.check()
         self._give_away_turn()
         self._calls += 1
-        request = Request(what, _LIMIT, self._waits)
+        request = NodeRequest(what, _LIMIT, self._waits)
 
         def send() -> None:
             self._loop.ask(Ask(request, messages, entries_of, members))
@@ -331,11 +331,11 @@ class NodeSession:
         self,
         sends: PlannedSends,
         as_request: Callable[[], Asked],
-        begun: Callable[[Request], object],
+        begun: Callable[[NodeRequest], object],
         sent: Callable[[], object] = lambda: None,
         *,
         waits: bool = True,
-    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
+    ) -> list[Sequence[Buffer]] | NodeRequest | CallUnderWay:
         """Send messages and receive their answers, in the calling thread if nothing else is in flight.
 
         Returns the frames of the answers, in the order of `sends`: each says that its request succeeded, and nothing
@@ -348,7 +348,7 @@ class NodeSession:
             begun: called with the request before this returns, or raises.
             sent: called once when the messages are on their way, or handed to the node's thread, so that others may
                 send. Not always if this raises. The caller may hold a lock until then for which no callback in the
-                node's thread (`Request.then`) waits.
+                node's thread (`NodeRequest.then`) waits.
             waits: False: return what `finish` takes once the messages were sent. It becomes a request, too, if anything
                 else is asked before, when the node's thread next looks, or if the messages were too long to be sent at
                 once.
@@ -394,7 +394,7 @@ class NodeSession:
         first = self.worker.reserve(len(sends))
         return CallUnderWay(sends, links, first) if first else None
 
-    def finish(self, exchange: CallUnderWay, *, waits: bool = True) -> list[Sequence[Buffer]] | Request:
+    def finish(self, exchange: CallUnderWay, *, waits: bool = True) -> list[Sequence[Buffer]] | NodeRequest:
         """Receive the answers of an `exchange` that did not wait; with waits=False, only make it a request.
 
         Raises:
@@ -442,7 +442,7 @@ class NodeSession:
 
     def _carry_out(
         self, exchange: CallUnderWay, sent: Callable[[], object], waits: bool
-    ) -> list[Sequence[Buffer]] | Request | CallUnderWay:
+    ) -> list[Sequence[Buffer]] | NodeRequest | CallUnderWay:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
         assert self._direct is not None
@@ -466,7 +466,7 @@ class NodeSession:
             self._leave(exchange)
             raise
 
-    def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | Request:
+    def _receive(self, exchange: CallUnderWay) -> list[Sequence[Buffer]] | NodeRequest:
         """Wait for the answers and return them. If something else comes, or is to be done, hand over."""
         assert self._paths is not None
         assert self._direct is not None
@@ -495,11 +495,11 @@ class NodeSession:
         if self._exchange is exchange and not exchange.is_done:
             self._hand_over(exchange)
 
-    def _hand_over(self, exchange: CallUnderWay) -> Request:
+    def _hand_over(self, exchange: CallUnderWay) -> NodeRequest:
         if exchange.ask is not None:  # A signal handler did, or this is what follows an interruption.
             return exchange.ask.request
         asked = exchange.as_request()
-        request = Request(asked.what, _LIMIT, self._waits)
+        request = NodeRequest(asked.what, _LIMIT, self._waits)
         exchange.ask = Ask(request, asked.messages, asked.entries_of, asked.members)
         exchange.tell(request)
         self._transport.wake()
@@ -565,7 +565,7 @@ class NodeSession:
         flushed = None if self._crash else self._flush()
         error = self._crash or flushed
         self._is_over = True
-        goodbye = Request("goodbye")
+        goodbye = NodeRequest("goodbye")
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)

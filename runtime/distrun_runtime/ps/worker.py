@@ -21,7 +21,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.relay import relays_of_hosts
-from distrun_runtime.ps.role import Config, Request
+from distrun_runtime.ps.role import Config, NodeRequest
 from distrun_runtime.ps.routing import WINDOW_BYTES
 
 # What a worker has to say to one server: by priority, within a window, each key's requests in their order.
@@ -103,7 +103,7 @@ class Ask:
     Links are `scheduler` and `server-I`.
     """
 
-    request: Request
+    request: NodeRequest
     messages: Sequence[tuple[str, Message]]
     entries_of: EntriesOf | None = None
     """For messages that name a bucket in place of their entries. Called by the node's thread if a server does not know
@@ -127,7 +127,7 @@ class Adopted:
 class Goodbye:
     """The last request: BYE, or ABORT with a reason."""
 
-    request: Request
+    request: NodeRequest
     abort: str = ""
 
 
@@ -135,7 +135,7 @@ class Goodbye:
 class _Open:
     """A request that is not complete."""
 
-    request: Request
+    request: NodeRequest
     missing: dict[int, str]
     """Numbers of the messages that are not answered, and their links."""
     entries_of: EntriesOf | None = None
@@ -155,7 +155,7 @@ class _Open:
 class Worker:
     """A worker's decisions."""
 
-    def __init__(self, config: Config, endpoint: str, ready: Request) -> None:
+    def __init__(self, config: Config, endpoint: str, ready: NodeRequest) -> None:
         self.me = config.identity(endpoint)
         self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
@@ -355,7 +355,7 @@ class Worker:
                 actions.append(role.Send(link, each))
         return actions
 
-    def _noted(self, request: Request, body: Mapping[str, Any]) -> list[role.Action]:
+    def _noted(self, request: NodeRequest, body: Mapping[str, Any]) -> list[role.Action]:
         """A node says what a request waits for. It is said aloud only when that takes long."""
         text, seconds = str(body.get("text", "")), float(body.get("seconds", 0))
         line = role.Log("WARNING", f"{text} ({duration(round(seconds))})")
@@ -469,7 +469,7 @@ class Worker:
         return f"the scheduler at {self._root}" if link == role.SCHEDULER_LINK else link
 
 
-def _error(request: Request, message: Message) -> RuntimeFault:
+def _error(request: NodeRequest, message: Message) -> RuntimeFault:
     reason = f"{request.what}: {message.body.get('reason', 'the other side gave no reason')}"
     name = message.body.get("error")
     if name == "RuleError":

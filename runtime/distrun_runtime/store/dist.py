@@ -32,7 +32,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind, Message, Payload
 from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, mxnet_shards, shards_on
 from distrun_runtime.ps.session import CallUnderWay
 from distrun_runtime.ps.trace import prepare, write
@@ -303,11 +303,11 @@ class DistBackend(StoreBackend):
         self._node = node
         self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
-        self._open: list[Request] = []
+        self._open: list[NodeRequest] = []
         """Pushes that servers have not acknowledged yet."""
-        self._unanswered: list[Request] = []
+        self._unanswered: list[NodeRequest] = []
         """Contributions that are answered when their round is over, of calls that did not wait."""
-        self._asked: list[Request] = []
+        self._asked: list[NodeRequest] = []
         """Small pulls that are not answered yet."""
         bound = {} if staleness is None else {"staleness": staleness}
         order = {"deterministic": True} if deterministic else {}
@@ -501,11 +501,11 @@ class DistBackend(StoreBackend):
             self._note_unanswered(request)
             return SentCall(request, self._link, self.lifetime.late, partial(taking, outs, True), is_watched=True)
 
-    def _note_unanswered(self, request: Request) -> None:
+    def _note_unanswered(self, request: NodeRequest) -> None:
         request.then(self._answered)
         self._unanswered = [*(old for old in self._unanswered if not old.is_done), request]
 
-    def _pushes(self) -> list[Request]:
+    def _pushes(self) -> list[NodeRequest]:
         """Return what is done when servers have all that was contributed. Call with the lock held."""
         if not all(request.is_done for request in self._unanswered):
             # It goes behind all that waits to be sent.
@@ -636,7 +636,7 @@ class DistBackend(StoreBackend):
         if made is not None:
             self._expected = self._pushing(made, self._finish(made, waits=False))
 
-    def _pushing(self, made: PlannedCall, request: Request) -> tuple[SentCall, Taking]:
+    def _pushing(self, made: PlannedCall, request: NodeRequest) -> tuple[SentCall, Taking]:
         taking = self._transfers.goes_on(made, request)
         request.then(self._answered)
         return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
@@ -650,7 +650,7 @@ class DistBackend(StoreBackend):
             for request in made.requests:
                 self._goes_on(made, request, outs, own).left_waiting()
             raise
-        if isinstance(answers, Request):
+        if isinstance(answers, NodeRequest):
             return self._goes_on(made, answers, outs, own)
         skipped = self._transfers.take(made, answers, outs, own)
         if not skipped:
@@ -659,7 +659,7 @@ class DistBackend(StoreBackend):
         done.skipped = skipped
         return done
 
-    def _goes_on(self, made: PlannedCall, request: Request, outs: Sequence[Array], own: bool) -> SentCall:
+    def _goes_on(self, made: PlannedCall, request: NodeRequest, outs: Sequence[Array], own: bool) -> SentCall:
         """Return a steady call that has become a request."""
         kind = made.plan.name[0]
         with self._lock:
@@ -721,7 +721,7 @@ class DistBackend(StoreBackend):
             self._note_unanswered(request)
         return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
 
-    def _sent(self, request: Request, settle: Callable[[], None] | None = None) -> SentCall:
+    def _sent(self, request: NodeRequest, settle: Callable[[], None] | None = None) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""
         self._open = [*(old for old in self._open if not old.is_done), request]
         request.then(self._answered)
@@ -941,7 +941,7 @@ class DistBackend(StoreBackend):
                 if not request.is_done:
                     raise  # It took too long.
 
-    def _settle_relays(self, pushes: Sequence[Request]) -> list[Request]:
+    def _settle_relays(self, pushes: Sequence[NodeRequest]) -> list[NodeRequest]:
         """Have relays pass on what was pushed through them; `pushes` are those under way. Call with the lock held."""
         relays, self._transfers.relays = self._transfers.relays, set()
         if not relays:

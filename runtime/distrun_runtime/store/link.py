@@ -21,7 +21,7 @@ from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
-from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
+from distrun_runtime.ps.role import SCHEDULER_LINK, NodeRequest, listed, ranks_text, tasks_of
 from distrun_runtime.ps.session import Asked, Commitment, NodeSession, PlannedSend, PlannedSends
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
@@ -40,7 +40,7 @@ class CollectiveCall:
     kind: Kind
     number: int
     body: Mapping[str, Any]
-    request: Request
+    request: NodeRequest
 
 
 class StoreLink:
@@ -87,7 +87,7 @@ class StoreLink:
         """What tells the scheduler until then which store is meant."""
         self.replaced: Callable[[], None] = lambda: None
         """Told when a later `create` takes the store's place."""
-        self._under_way: set[Request] = set()
+        self._under_way: set[NodeRequest] = set()
         """What was asked and is not answered."""
         self._lock = threading.Lock()
         self._calls = 0
@@ -139,7 +139,7 @@ class StoreLink:
             self._calls += 1
             return self._calls
 
-    def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
+    def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[NodeRequest] = ()) -> NodeRequest:
         """Ask the scheduler, once `after` are done."""
         naming = self._naming  # Read first: it is emptied after `store` has got its number.
         message = Message(kind, store=self.number if naming else self.store, body={**body, **naming})
@@ -149,23 +149,23 @@ class StoreLink:
         self,
         what: str,
         messages: Sequence[tuple[str, Message]],
-        after: Sequence[Request] = (),
+        after: Sequence[NodeRequest] = (),
         entries_of: EntriesOf | None = None,
         commitment: Commitment | None = None,
-    ) -> Request:
+    ) -> NodeRequest:
         """Send messages of this store; the arguments are those of `NodeSession.ask`."""
         whose = self._shared_by
         return self.node.ask(
             what, messages, after=after, entries_of=entries_of, members=whose, commitment=commitment, begun=self._begun
         )
 
-    def begun(self, requests: list[Request], request: Request) -> None:
+    def begun(self, requests: list[NodeRequest], request: NodeRequest) -> None:
         """A call that a thread made by itself has become a request: add it to a list, and to what is under way."""
         self._begun(request)
         if request not in requests:
             requests.append(request)
 
-    def _begun(self, request: Request) -> None:
+    def _begun(self, request: NodeRequest) -> None:
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
 
@@ -215,7 +215,7 @@ class StoreLink:
         kind: Kind,
         number: int,
         body: Mapping[str, Any],
-        after: Sequence[Request] = (),
+        after: Sequence[NodeRequest] = (),
         *,
         waits: bool = False,
     ) -> CollectiveCall:
@@ -234,7 +234,7 @@ class StoreLink:
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
         begun: list[CollectiveCall] = []
 
-        def follow(request: Request) -> None:
+        def follow(request: NodeRequest) -> None:
             begun.append(CollectiveCall(kind, number, body, request))
             request.then(lambda error: self._answered(kind, number, request, error))
 
@@ -249,18 +249,18 @@ class StoreLink:
             follow(self.call(what, kind, {**body, "number": number}, after))
         return begun[0]
 
-    def _meet(self, what: str, message: Message, begun: Callable[[Request], None]) -> None:
+    def _meet(self, what: str, message: Message, begun: Callable[[NodeRequest], None]) -> None:
         """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
         head, body = encode(message, self.node.sender)
         sends = PlannedSends([PlannedSend(SCHEDULER_LINK, [bytearray(head), body])])
 
-        def follow(request: Request) -> None:
+        def follow(request: NodeRequest) -> None:
             self._begun(request)
             begun(request)
 
         answers = self.node.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), follow)
         if isinstance(answers, list):
-            request = Request(what)
+            request = NodeRequest(what)
             request.resolve(tuple(map(decode, answers)), None)
             begun(request)
 
@@ -311,7 +311,7 @@ class StoreLink:
     def _fail(self, kind: Kind, number: int, reason: str) -> None:
         self.call("giving up a call", kind, {"number": number, "error": reason[:2000]})
 
-    def _answered(self, kind: Kind, number: int, request: Request, error: RuntimeFault | None) -> None:
+    def _answered(self, kind: Kind, number: int, request: NodeRequest, error: RuntimeFault | None) -> None:
         if kind is Kind.OPEN and error is None and "store" in request.replies[0].body:
             body = request.replies[0].body
             self.epoch, self.store, self._naming = int(body["epoch"]), int(body["store"]), {}
@@ -332,10 +332,10 @@ class StoreLink:
         kind: Kind,
         body: dict[str, Any] | None = None,
         ranks: Iterable[int] | None = None,
-        after: Sequence[Request] = (),
+        after: Sequence[NodeRequest] = (),
         *,
         priority: int = 0,
-    ) -> Request:
+    ) -> NodeRequest:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, epoch=self.epoch, priority=priority, body=body or {})
         links = [f"server-{rank}" for rank in (range(len(self.node.worker.servers)) if ranks is None else ranks)]

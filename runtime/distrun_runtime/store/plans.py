@@ -22,7 +22,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import Portion, Route, step_of
 from distrun_runtime.ps.session import PlannedSend, PlannedSends
 from distrun_runtime.store.base import Selection
@@ -156,7 +156,7 @@ class PlannedCall:
     rounds: Array
     """Of each key."""
     sends: PlannedSends
-    requests: list[Request] = field(default_factory=list)
+    requests: list[NodeRequest] = field(default_factory=list)
     """What it has become, if it has."""
     ahead: object = None
     """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""

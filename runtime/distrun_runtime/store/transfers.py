@@ -33,7 +33,7 @@ from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import (
     BUCKET_ENTRIES,
     MESSAGE_BYTES,
@@ -75,7 +75,7 @@ class SentCall(Pending):
 
     def __init__(
         self,
-        request: Request,
+        request: NodeRequest,
         link: StoreLink,
         late: Late,
         take: Take | None = None,
@@ -246,7 +246,7 @@ class Transfers:
 
     def push(
         self, what: str, keys: Selection, values: Sequence[Value], call: CallOptions
-    ) -> tuple[Request, Callable[[], None]]:
+    ) -> tuple[NodeRequest, Callable[[], None]]:
         """Send one value of each key as this worker's contribution to its next round.
 
         Returns:
@@ -328,7 +328,7 @@ class Transfers:
 
     def pushpull(
         self, what: str, keys: Selection, values: Sequence[Array], call: CallOptions
-    ) -> tuple[Request, Taking]:
+    ) -> tuple[NodeRequest, Taking]:
         """Send one value of each key and ask for what comes of the round, by the same messages.
 
         Returns:
@@ -357,14 +357,14 @@ class Transfers:
         self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
         return notes
 
-    def take_part(self, what: str, keys: Selection, call: CallOptions) -> tuple[Request, Taking]:
+    def take_part(self, what: str, keys: Selection, call: CallOptions) -> tuple[NodeRequest, Taking]:
         """Contribute nothing to the next round of keys, and ask for what comes of it; return as `pushpull`."""
         route = self._routes(keys).plain
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
         request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
         return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
 
-    def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
+    def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> NodeRequest:
         """Send that this worker has the next round of keys skipped."""
         route = self._routes(keys).plain
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
@@ -379,7 +379,7 @@ class Transfers:
         call: CallOptions,
         *,
         skip: Mapping[str, Any] | None = None,
-    ) -> Request:
+    ) -> NodeRequest:
         body = _body(call.scale)
         if skip is not None:
             body["skip"] = dict(skip)
@@ -389,7 +389,7 @@ class Transfers:
         self._carries(request, [portion for portion, _, _ in loaded])
         return request
 
-    def _carries(self, request: Request, portions: Sequence[Portion]) -> None:
+    def _carries(self, request: NodeRequest, portions: Sequence[Portion]) -> None:
         """A request has contributions under way."""
         for portion in portions:
             portion.carried_by = request
@@ -420,7 +420,7 @@ class Transfers:
 
     def pull(
         self, what: str, keys: Selection, outs: Sequence[Sequence[DeviceArray]], *, priority: int, own: bool
-    ) -> tuple[Request, Take]:
+    ) -> tuple[NodeRequest, Take]:
         """Ask for the present values of keys; return the request, and what takes its replies.
 
         Arguments:
@@ -432,7 +432,7 @@ class Transfers:
         rounds = self._rounds[route.numbers]
         return request, partial(self._taken, outs, own, route=route, rounds=rounds, records=keys.records)
 
-    def views(self, what: str, keys: Selection) -> tuple[Request, list[Array], Take] | None:
+    def views(self, what: str, keys: Selection) -> tuple[NodeRequest, list[Array], Take] | None:
         """Ask for the present values of keys; return the request, a list, and what puts the values into it, read-only
         and where they are if that can be; None: these keys have no plain values."""
         routes = self._routes(keys)
@@ -451,7 +451,7 @@ class Transfers:
 
     def pull_rows(
         self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int
-    ) -> tuple[Request, Take]:
+    ) -> tuple[NodeRequest, Take]:
         """Ask for rows of keys, of which one may be there several times; return as `pull`.
 
         Arguments:
@@ -487,7 +487,7 @@ class Transfers:
 
         return request, take
 
-    def pull_round(self, what: str, items: Sequence[RowsTarget], *, priority: int) -> tuple[Request, Take]:
+    def pull_round(self, what: str, items: Sequence[RowsTarget], *, priority: int) -> tuple[NodeRequest, Take]:
         """Ask for the rows of row-sparse keys that came in their last round; return as `pull`."""
         shards = [
             (item, shard)
@@ -515,7 +515,7 @@ class Transfers:
 
         return request, take
 
-    def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
+    def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> NodeRequest:
         return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
 
     # Calls that are made by plans
@@ -583,7 +583,7 @@ class Transfers:
         messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
         return Asked(made.plan.done.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
 
-    def goes_on(self, made: PlannedCall, request: Request) -> Taking:
+    def goes_on(self, made: PlannedCall, request: NodeRequest) -> Taking:
         """A steady call has become a request; return what takes its replies in."""
         made.plan.renew()
         if made.plan.name[0] is not Kind.PULL:
@@ -616,7 +616,7 @@ class Transfers:
         body: Mapping[str, Any],
         priority: int,
         counts: Array | None = None,
-    ) -> Request:
+    ) -> NodeRequest:
         """Send messages; `counts`: numbers of the keys whose rounds these are from now on."""
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH

@@ -19,7 +19,7 @@ from distrun_runtime.errors import KVError, PeerLost, StoreClosed
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of, rows_of
 from distrun_runtime.ps import role, session
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.session import Asked, NodeSession, PlannedSend, PlannedSends, answers_to
 
 COUNTS_MESSAGES = True
@@ -36,7 +36,7 @@ class Script:
         self.keys = [str(each) for each in range(self.servers)]
         self.kv.init(self.keys, [np.zeros(SIZE, np.float32) for _ in self.keys])
         self.kv.set_optimizer("sgd", learning_rate=1.0 / node.config.workers, wd=0.0)
-        self.begun: list[Request] = []
+        self.begun: list[NodeRequest] = []
         self.heads: dict[tuple[str, int], bytearray] = {}
         """By link and size: each is written again, as that of a `PlannedMessage`."""
         self.said: list[str] = []
@@ -50,7 +50,7 @@ class Script:
         seen: list[Any] = []
         ask = self.node.ask
 
-        def spying(*arguments: Any, **more: Any) -> Request:
+        def spying(*arguments: Any, **more: Any) -> NodeRequest:
             seen.extend(arguments[1])
             return ask(*arguments, **more)
 
@@ -71,7 +71,7 @@ class Script:
             found.append((link, Message(kind, store=store, entries=entries, payloads=payloads, **more)))
         return found
 
-    def exchange(self, kind: Kind = Kind.PUSHPULL, **more: Any) -> list[Any] | Request:
+    def exchange(self, kind: Kind = Kind.PUSHPULL, **more: Any) -> list[Any] | NodeRequest:
         """Carry out the next round."""
         messages = self.messages(kind, **more)
         sends = self.sends = PlannedSends()
@@ -88,7 +88,7 @@ class Script:
         """Make a round; return whether this thread did it all by itself."""
         found = self.exchange()
         self.rounds += 1
-        if isinstance(found, Request):
+        if isinstance(found, NodeRequest):
             assert self.begun[-1] is found
             found.wait(DEADLINE_S)
             return False
@@ -98,7 +98,7 @@ class Script:
             assert (np.frombuffer(answer.payloads[0], np.float32) == self.rounds).all()
         return True
 
-    def ahead(self, late: threading.Event) -> Request | None:
+    def ahead(self, late: threading.Event) -> NodeRequest | None:
         """Begin a round that worker 1 joins when `late` is set; return what it becomes. None: this is worker 1."""
         self.settle()
         if self.node.rank == 1:
@@ -107,7 +107,7 @@ class Script:
             return None
         found = self.exchange()
         self.rounds += 1
-        assert isinstance(found, Request)
+        assert isinstance(found, NodeRequest)
         return found
 
     def settle(self) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_overtaken_while_a_request_is_in_flight() -> None:
             made.rounds += 1
             found = made.exchange()
             made.rounds += 1
-            assert isinstance(found, Request)
+            assert isinstance(found, NodeRequest)
             gate.wait(DEADLINE_S)
             first.wait(DEADLINE_S)
             found.wait(DEADLINE_S)
@@ -247,7 +247,7 @@ def test_an_error_is_raised_by_the_request_that_it_becomes() -> None:
         places = made.places
         made.places = {link: (store, 1 << 20) for link, (store, _) in places.items()}
         found = made.exchange()
-        assert isinstance(found, Request)
+        assert isinstance(found, NodeRequest)
         with pytest.raises(KVError, match="a round"):
             found.wait(DEADLINE_S)
         made.places = places
@@ -271,7 +271,7 @@ def test_a_message_whose_bucket_is_not_known_is_sent_again() -> None:
         asked = Asked("a round", messages, (), lambda number: known[number])
         found = made.node.exchange(sends, lambda: asked, made.begun.append, lambda: None)
         made.rounds += 1
-        assert isinstance(found, Request)
+        assert isinstance(found, NodeRequest)
         assert [each.payloads[0] is not None for each in found.wait(DEADLINE_S)] == [True, True]
         assert made.weight() == 1
 
@@ -291,7 +291,7 @@ def test_a_server_that_ends_in_the_middle_ends_the_call_with_its_name(monkeypatc
             threading.Timer(0.3, lambda: job.transports["server-0"].wake() or stop("server-0")).start()
             started = time.monotonic()
             found = made.exchange()
-            assert isinstance(found, Request)
+            assert isinstance(found, NodeRequest)
             with pytest.raises((PeerLost, KVError, StoreClosed)):
                 found.wait(DEADLINE_S)
             assert time.monotonic() - started < 30
@@ -384,7 +384,7 @@ def test_a_call_that_is_interrupted_at_any_line_is_made_once_or_not_at_all(serve
                 request.wait(DEADLINE_S)
                 made.rounds += 1
             elif is_whole:
-                assert not isinstance(result, Request)
+                assert not isinstance(result, NodeRequest)
                 made.rounds += 1
             else:
                 # Nothing was sent, or all of it and the answers were here.
@@ -459,7 +459,7 @@ def test_a_signal_handler_may_use_the_store_while_its_thread_waits_for_answers(m
             made.rounds = 1
             for _ in range(3):
                 answers = made.exchange(Kind.PULL)
-                if isinstance(answers, Request):
+                if isinstance(answers, NodeRequest):
                     answers.wait(DEADLINE_S)
             found.append(made.rounds)
             made.rounds = 0
@@ -474,7 +474,7 @@ def test_a_signal_handler_may_use_the_store_while_its_thread_waits_for_answers(m
             signalling = threading.Thread(target=interrupt)
             signalling.start()
             request = made.exchange()
-            assert isinstance(request, Request)
+            assert isinstance(request, NodeRequest)
             request.wait(DEADLINE_S)
             made.rounds = 1
             signalling.join(DEADLINE_S)

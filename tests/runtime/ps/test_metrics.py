@@ -17,7 +17,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.contract import metrics
 from distrun_runtime.ps.counters import Lags, NodeMetrics
-from distrun_runtime.ps.role import Request, Waits
+from distrun_runtime.ps.role import NodeRequest, Waits
 
 LIMIT_S = 60.0
 
@@ -178,7 +178,7 @@ def test_a_wait_of_the_script_is_told_with_whom_and_its_end() -> None:
         told.tick(50 + second)
         return [each for each in sent.take() if each["kind"] == metrics.WAITING]
 
-    request = Request("pull of key 'w'", waits=waits)
+    request = NodeRequest("pull of key 'w'", waits=waits)
     request.missing = {7: "server-0"}
     waits.request, waits.since = request, 1000.0
     assert at(0.9) == []
@@ -197,7 +197,7 @@ def test_a_wait_of_the_script_is_told_with_whom_and_its_end() -> None:
 def test_the_end_of_a_wait_that_could_not_be_sent_is_sent_later() -> None:
     sent, waits, wall = Sent(), Waits(), [1000.0]
     told = NodeMetrics("worker", sent, dict, waits=waits, wall=lambda: wall[0])  # type: ignore[arg-type]
-    waits.request, waits.since = Request("push of key 'w'", waits=waits), 1000.0
+    waits.request, waits.since = NodeRequest("push of key 'w'", waits=waits), 1000.0
     waits.request.awaited = ("server-0",)
     wall[0] = 1002.0
     told.tick(2.0)
@@ -221,7 +221,7 @@ def test_a_fault_of_the_counters_does_not_end_the_node(capsys: pytest.CaptureFix
 def test_a_wait_for_a_server_that_says_nothing_is_for_that_server() -> None:
     sent, waits, wall = Sent(), Waits(), [1000.0]
     told = NodeMetrics("worker", sent, dict, waits=waits, wall=lambda: wall[0])  # type: ignore[arg-type]
-    waits.request, waits.since = Request("push of key 'w'", waits=waits), 1000.0
+    waits.request, waits.since = NodeRequest("push of key 'w'", waits=waits), 1000.0
     waits.request.missing = {7: "server-1", 8: "server-0"}
     wall[0] = 1003.5
     told.tick(3.5)

@@ -6,11 +6,11 @@ import pytest
 
 from distrun_runtime.errors import KVError, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.role import Request, when_done
+from distrun_runtime.ps.role import NodeRequest, when_done
 
 
 def test_what_follows_is_called_with_the_error_before_anybody_stops_waiting() -> None:
-    request = Request("pull")
+    request = NodeRequest("pull")
     heard: list[tuple[RuntimeFault | None, bool]] = []
     request.then(lambda error: heard.append((error, request.is_done)))
     error = KVError("no")
@@ -21,7 +21,7 @@ def test_what_follows_is_called_with_the_error_before_anybody_stops_waiting() ->
 
 
 def test_each_wait_raises_an_exception_of_its_own() -> None:
-    request = Request("push")
+    request = NodeRequest("push")
     request.resolve((), RuleError("no", "where"))
     caught = []
     for _ in range(2):
@@ -33,7 +33,7 @@ def test_each_wait_raises_an_exception_of_its_own() -> None:
 
 
 def test_a_deadline_says_whose_it_is() -> None:
-    request = Request("pull of key 'w'", limit="the limit is --op-timeout")
+    request = NodeRequest("pull of key 'w'", limit="the limit is --op-timeout")
     request.note = "waiting for worker-1"
     with pytest.raises(TimedOut, match=r"no answer for 0 s, waiting for worker-1 \(the limit is --op-timeout\)"):
         request.wait(0)
@@ -44,7 +44,7 @@ def test_a_deadline_says_whose_it_is() -> None:
 
 
 def test_something_may_follow_several_requests() -> None:
-    first, second = Request("one"), Request("two")
+    first, second = NodeRequest("one"), NodeRequest("two")
     done: list[int] = []
     when_done([first, second], lambda: done.append(2))
     when_done([], lambda: done.append(0))
@@ -58,4 +58,4 @@ def test_something_may_follow_several_requests() -> None:
 
 def test_a_short_deadline_is_told_in_tenths_of_a_second() -> None:
     with pytest.raises(TimedOut, match=r"pull: no answer for 0\.[12] s"):
-        Request("pull").wait(0.1)
+        NodeRequest("pull").wait(0.1)

@@ -20,7 +20,7 @@ from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import routing
 from distrun_runtime.ps.agreement import Keys
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import (
     BUCKETS,
     SHARD_BYTES,
@@ -298,7 +298,7 @@ def test_what_a_push_copies_is_written_again_by_the_next_one_when_its_answer_is_
 
     first = frame()
     assert frame() is first
-    portion.carried_by = Request("push")
+    portion.carried_by = NodeRequest("push")
     second = frame()
     assert second is not first
     portion.carried_by.resolve((), None)

@@ -12,7 +12,7 @@ from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, Runtim
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Entry, Kind, Membership, Message, entries_of
 from distrun_runtime.ps import role
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import WINDOW_BYTES
 from distrun_runtime.ps.worker import Ask, Goodbye, Worker
 
@@ -25,7 +25,7 @@ class Rig:
     """A worker; `is_ready`: registered as rank 1 and connected to two servers."""
 
     def __init__(self, *, is_ready: bool = True) -> None:
-        self.ready = Request("registration")
+        self.ready = NodeRequest("registration")
         self.worker = Worker(config("worker", root_port=9, start_timeout_s=20.0), "tcp://127.0.0.1:7", self.ready)
         self.do(self.worker.start(0))
         if is_ready:
@@ -58,8 +58,8 @@ class Rig:
 
     def ask(
         self, *messages: tuple[str, Message], what: str = "pull of key 'w'", entries_of: Any = None
-    ) -> tuple[Request, list[role.Action]]:
-        request = Request(what)
+    ) -> tuple[NodeRequest, list[role.Action]]:
+        request = NodeRequest(what)
         return request, self.do(self.worker.handle(role.CallSubmitted(Ask(request, messages, entries_of)), 0))
 
     def reply(self, link: str, request: int, is_error: bool = False, **body: Any) -> list[role.Action]:
@@ -76,7 +76,7 @@ def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
     return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
 
 
-def error_of(request: Request) -> RuntimeFault:
+def error_of(request: NodeRequest) -> RuntimeFault:
     with pytest.raises(RuntimeFault) as caught:
         request.wait(0)
     return caught.value
@@ -366,7 +366,7 @@ def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
 
 
 def test_bye_is_answered_and_ends_the_node(rig: Rig) -> None:
-    request = Request("goodbye")
+    request = NodeRequest("goodbye")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
     assert not request.is_done
@@ -376,20 +376,20 @@ def test_bye_is_answered_and_ends_the_node(rig: Rig) -> None:
 
 
 def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss(rig: Rig) -> None:
-    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(NodeRequest("goodbye"))), 0))
     actions = rig.broken("scheduler")
     assert role.Finish(0) in actions
     assert not any(isinstance(action, role.Publish) for action in actions)
 
 
 def test_a_server_that_goes_first_at_the_end_is_no_loss(rig: Rig) -> None:
-    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(NodeRequest("goodbye"))), 0))
     assert rig.broken("server-0") == []
     assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, is_reply=True))
 
 
 def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it(rig: Rig) -> None:
-    request = Request("goodbye")
+    request = NodeRequest("goodbye")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, "ValueError: x")), 0))
     [(link, message)] = sends(actions)
     assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
@@ -402,7 +402,7 @@ def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it(rig: Rig) -> 
 def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(
     rig: Rig, abort: str, limit_s: float
 ) -> None:
-    request = Request("goodbye")
+    request = NodeRequest("goodbye")
     rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, abort)), 100))
     assert rig.worker.tick(100 + limit_s - 0.1) == []
     actions = rig.do(rig.worker.tick(100 + limit_s))
@@ -415,7 +415,7 @@ def test_a_goodbye_that_nobody_can_hear_ends_at_once(state: str) -> None:
     rig = Rig(is_ready=state == "lost")
     if state == "lost":
         rig.broken("scheduler")
-    request = Request("goodbye")
+    request = NodeRequest("goodbye")
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert sends(actions) == []
     assert request.is_done
@@ -435,8 +435,10 @@ def test_only_nodes_of_the_job_may_connect() -> None:
 # Stores that some of the workers share
 
 
-def asked_by(rig: Rig, members: Membership | None, *messages: tuple[str, Message]) -> tuple[Request, list[role.Action]]:
-    request = Request("pull of key 'w'")
+def asked_by(
+    rig: Rig, members: Membership | None, *messages: tuple[str, Message]
+) -> tuple[NodeRequest, list[role.Action]]:
+    request = NodeRequest("pull of key 'w'")
     return request, rig.do(rig.worker.handle(role.CallSubmitted(Ask(request, messages, None, members)), 0))
 
 
@@ -533,7 +535,7 @@ def test_a_worker_whose_groups_may_go_on_without_a_lost_one_says_its_last_words(
 ) -> None:
     asked_by(rig, members, ("server-0", PULL))
     lose(rig, "worker-0")
-    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
+    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(NodeRequest("goodbye"))), 0))
     assert [sent.kind for _, sent in sends(actions)] == kinds
 
 

@@ -14,7 +14,7 @@ from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import Portion, portions_of
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
@@ -180,7 +180,7 @@ def test_payloads_stay_as_they_are_until_their_push_is_done_and_then_their_memor
     one = compressor()
     portion = message_of(records, one.setting("k0"))
     first = one.encode_all(portion, records, gradients(0))
-    portion.carried_by = Request("push")
+    portion.carried_by = NodeRequest("push")
     before = [bytes(each) for each in first]
     second = one.encode_all(portion, records, gradients(1))
     assert [bytes(each) for each in first] == before
