@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distrun.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from distrun.errors import DistrunError as DistrunError
     from distrun.errors import UsageError as UsageError
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from distrun.jobs import Job as Job
     from distrun.jobs import Jobs as Jobs
     from distrun.requesting import Request as Request
-
-__version__ = "0.1.0"
 
 __all__ = ["DistrunError", "FunctionError", "FunctionJob", "Job", "Jobs", "Request", "UsageError", "launch_function"]
 _MODULES = ("errors", "jobs", "requesting", "functions")

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distrun import __version__
 from distrun.errors import UsageError
+from distrun.version import __version__
 
 HEAD = "#@"
 SHOWN = 30

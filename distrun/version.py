@@ -1,0 +1,3 @@
+"""The version of distrun."""
+
+__version__ = "0.1.0"
