@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from fakessh import FakeSsh
 
-from distrun import hostwait
+from distrun import Jobs, Request, hostwait
 from distrun.errors import PreflightError
 from distrun.hosts import named
 from distrun.request import JobRequest
+from distrun_runtime.coordinator.jobstore import JobStore
 
 REFUSED = "ssh: connect to host d1 port 22: Connection refused"
 
@@ -42,6 +43,15 @@ def test_a_host_that_stays_down_ends_the_wait(ssh: FakeSsh) -> None:
     ssh.fails(10_000, REFUSED)
     with pytest.raises(PreflightError, match=r"not up after .*: d1 "):
         wait(0.01)
+
+
+def test_a_job_of_python_waits_for_its_hosts_before_it_has_a_folder(ssh: FakeSsh, tmp_path: Path) -> None:
+    ssh.fails(10_000, REFUSED)
+    jobs = Jobs(JobStore(tmp_path / "state"))
+    asked = Request(["true"], servers=0, hosts=["d1"], transport="openssh", wait_for_hosts=0.01)
+    with pytest.raises(PreflightError, match=r"not up after .*: d1 "):
+        jobs.launch(asked)
+    assert not jobs.list()
 
 
 def test_a_host_that_refuses_the_login_is_not_waited_for(ssh: FakeSsh) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def test_the_exception_of_the_worker_that_failed_first_comes_as_type_text_and_tr
 def test_a_worker_without_a_result_is_an_error(function: Callable[..., Any], args: tuple[int], message: str) -> None:
     with pytest.raises(DistrunError, match=message):
         launched(function, *args).results(LIMIT_S)
+
+
+def test_a_module_that_hosts_lack_is_an_error_with_how_to_copy_it() -> None:
+    told = {"type": "ModuleNotFoundError", "text": "No module named 'work'", "traceback": ""}
+    error = FunctionError(0, "worker-0 on h1", told)
+    assert "sync_dst_dir='~/job' copies this folder to hosts" in "".join(traceback.format_exception(error))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_help_loads_nothing_heavy_and_few_modules_of_our_own() -> None:
     assert not loaded & {"numpy", "zmq", "paramiko", "fabric", "invoke", "rich", "asyncio", "scipy"}
     ours = {name for name in loaded if name.startswith("distrun")}
     packages = {"distrun", "distrun_runtime", "distrun_runtime.contract"}
-    needed = {"cli", "cli.console", "errors"}
+    needed = {"cli", "cli.console", "errors", "version"}
     found = ours - packages - {f"distrun.{name}" for name in needed}
     assert found == {"distrun_runtime.contract.facts", "distrun_runtime.contract.streams"}
 
