@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -80,6 +81,7 @@ def workers_that_differ_are_told_parameter_and_worker() -> None:
         for net, overlap in ((network(3 + kv.rank), 0), (network()[: 2 - kv.rank], 0), (network(), kv.rank)):
             given = sgd(net), net, None, bool(overlap)
             found.append(refused(lambda given=given: DistributedOptimizer(*given, kvstore=kv)))
+        DistributedOptimizer(sgd(net), net, buffers="own", kvstore=kv)
         return found
 
     shape, number, option = run(script)[0]
@@ -97,6 +99,7 @@ def a_program_by_itself_is_as_without() -> None:
         net(torch.ones(1, 2)).sum().backward()
     assert not net[0].weight._post_accumulate_grad_hooks
     opt.step()
+    assert type(copy.deepcopy(opt)) is torch.optim.Adam
     other = torch.optim.Adam(network().parameters())
     other.load_state_dict(opt.state_dict())
     assert other.state_dict()["state"][0]["step"] == 1

@@ -28,10 +28,12 @@ from distrun_runtime.ops import compression as codecs
 #     8 n bytes        the row numbers within the piece, int64, little-endian, ascending, each once
 #     n * row_size     elements of the key's dtype (in a pull's request: none)
 #
-# The reply of a pull is the elements alone, in the order of the request's rows.
+# The reply of a pull is the elements alone, in the order of the request's rows. A pull may also ask for the rows of its
+# round, those that any worker pushed, by `ROUND_ROWS`; then the reply is a payload as above.
 
 
 _COUNT = struct.Struct("<Q")
+ROUND_ROWS = _COUNT.pack(2**64 - 1)
 
 
 def ascending(rows: Array) -> Array:

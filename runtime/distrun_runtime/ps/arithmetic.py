@@ -22,7 +22,7 @@ from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import NormRule
-from distrun_runtime.ops.reduce import OPS, Contribution, Dense, How, Sum, read, scaled, spread, widened
+from distrun_runtime.ops.reduce import OPS, Contribution, Dense, How, Rows, Sum, read, scaled, spread, widened
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
 from distrun_runtime.ps import checks, role
@@ -649,6 +649,8 @@ def _alike(values: Values, shards: Array) -> Iterator[int]:
 
 def _update_alone(values: Values, shard: int, given: Contribution, turn: tuple[int, int], result: UpdateResult) -> None:
     """Update one shard; what its rule raises is noted."""
+    if values.store.row_size[shard]:
+        values.round_rows[shard] = given.rows if isinstance(given, Rows) else None
     try:
         if values.rule is not None:
             squares = _step_alone(values, shard, given, turn)

@@ -422,6 +422,8 @@ class WorkEngine:
                 continue
             one = values.store.shard(shard)
             try:
+                if message.kind is Kind.PULL and payload == reduce.ROUND_ROWS:
+                    continue
                 if message.kind is Kind.PULL:
                     reduce.decode_rows(payload, values.row_count(shard))
                 else:

@@ -125,8 +125,14 @@ def lend(values: Values, what: role.Lend) -> ReplyValues:
     for number, shard in enumerate(what.shards.tolist()):
         try:
             if codec is None:
-                wanted = reduce.decode_rows(what.rows[number], values.row_count(shard))
+                asked = what.rows[number]
                 table = values.weight(shard).reshape(-1, int(values.store.row_size[shard]))
+                if asked == reduce.ROUND_ROWS:
+                    rows = values.round_rows.get(shard)
+                    wanted = np.arange(len(table)) if rows is None else rows
+                    lent.payloads.append(reduce.encode(wanted, table[wanted]))
+                    continue
+                wanted = reduce.decode_rows(asked, values.row_count(shard))
                 lent.payloads.append(values.device.frame(table[wanted].reshape(-1)))
             else:
                 lent.payloads.append(_encoded(values, shard, codec, what))

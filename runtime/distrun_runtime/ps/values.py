@@ -257,6 +257,8 @@ class Values:
         """Shard to what a rule remembers that goes by shard."""
         self.open_updates: dict[int, dict[tuple[int, int], OpenUpdate]] = {}
         """Shard to (rank, round) to an update that waits for norms."""
+        self.round_rows: dict[int, Array | None] = {}
+        """Row-sparse shard to the rows that the last round brought; None: all."""
         self.residual: dict[int, DeviceArray] = {}
         """Shard to what encoded answers left out so far, float32."""
         self.has_residuals = False
@@ -386,7 +388,7 @@ class Values:
                 self.spare.setdefault((code, length, bool(is_large)), []).append(shard)
         self.steps[shards] = -1
         self.note_writes(shards)
-        for known in (self.state, self.residual, self.knobs, self.open_updates):
+        for known in (self.state, self.residual, self.knobs, self.open_updates, self.round_rows):
             for shard in shards.tolist():
                 cast(dict[int, Any], known).pop(shard, None)
         for plans in (self.plans, self.layouts, self.step_plans):

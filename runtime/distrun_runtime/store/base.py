@@ -42,6 +42,9 @@ Contribution = tuple[KeyRecord, list[Value]]
 RowsItem = tuple[KeyRecord, Array, Callable[[Array], None]]
 """A record, the rows that are asked for (int64, ascending, each once), and what takes their values in that order."""
 
+RowsTarget = tuple[KeyRecord, Callable[[Array, Array], None]]
+"""A record of a row-sparse key, and what takes the values (n, *shape[1:]) and numbers (n,) of its rows, ascending."""
+
 Updater = Callable[[Any, Array, Array], object]
 """updater(key, received, stored): changes `stored` in place."""
 
@@ -300,6 +303,12 @@ class StoreBackend(Protocol):
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
+
+    def pushpull_rows(
+        self, keys: Selection, values: Sequence[Value], items: list[RowsTarget], call: CallOptions
+    ) -> Pending:
+        """Push, then hand the rows that any worker pushed in the round, with what the store has of them then, to each
+        item's function."""
 
     def steady(
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0

@@ -15,6 +15,7 @@ So a byte goes to the servers once, and once to each worker that wants it.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 import threading
@@ -34,6 +35,10 @@ from distrun_runtime.store.values import array_of, output_of
 
 OPS = ("sum", "mean", "min", "max")
 BOOL: DType = np.dtype(np.bool_)
+KINDS = 256
+KEPT_BYTES = 1 << 30
+"""The oldest kinds of calls are forgotten, and declared anew when they come again, if there are more, or their keys
+have more bytes."""
 BLOCK_BYTES = 1024
 """So much of an object travels at once."""
 
@@ -46,6 +51,8 @@ class RoundsStore(Protocol):
     """What the calls need of the store that they go through: see KVStore."""
 
     def declare(self, key: Any, shape: object) -> Pending: ...  # noqa: D102
+
+    def delete(self, key: Any) -> Pending: ...  # noqa: D102
 
     def push(self, key: Any, value: object, *, scale: float = 1.0) -> Pending: ...  # noqa: D102
 
@@ -159,6 +166,7 @@ class _CallKind:
         self.number = number
         self.keys: list[Any] = [f"collective call {number}, array {place}" for place in range(len(items))]
         self.items = list(items)
+        self.size_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in items)
         self.lock = threading.Lock()
         """Held while the keys are declared."""
         self.is_declared = False
@@ -297,6 +305,7 @@ class Collectives:
                 if not kind.is_declared:
                     assert self._rounds is not None
                     try:
+                        self._make_room(kind, self._rounds)
                         self._rounds.declare(kind.keys, kind.items)
                     except BaseException:
                         # The others fail, too; the next call of this kind has another number on all workers.
@@ -304,6 +313,17 @@ class Collectives:
                         raise
                     kind.is_declared = True
         return kind.keys
+
+    def _make_room(self, new: _CallKind, rounds: RoundsStore) -> None:
+        """Forget the oldest kinds, alike on all workers, as these have begun the same kinds in the same order."""
+        while len(self._kinds) > KINDS or sum(kind.size_bytes for kind in self._kinds.values()) > KEPT_BYTES:
+            with self._lock:
+                name, oldest = next(iter(self._kinds.items()))
+                if oldest is new:
+                    return
+                del self._kinds[name]
+            if oldest.is_declared:
+                rounds.delete(oldest.keys)
 
 
 def _in_block(value: object, call: str) -> tuple[bytes, Array]:

@@ -37,7 +37,16 @@ from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, 
 from distrun_runtime.ps.session import CallUnderWay
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
-from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
+from distrun_runtime.store.base import (
+    CallOptions,
+    Contribution,
+    Lifetime,
+    RowsItem,
+    RowsTarget,
+    Selection,
+    StoreBackend,
+    Updater,
+)
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, Zeros, begun, canonical, is_async, named, on_devices
 from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
@@ -242,6 +251,8 @@ PULLED_NEXT = 2
 """After so many pushes of the same keys that their pull followed, the next push asks for the result at once."""
 PULLED_NEXT_AGAIN = 16
 """As many more are wanted once it did not follow."""
+LAST = -(2**31)
+"""The lowest priority."""
 _RELEASE = methodcaller("release")
 
 
@@ -294,6 +305,8 @@ class DistBackend(StoreBackend):
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
         self._open: list[Request] = []
         """Pushes that servers have not acknowledged yet."""
+        self._unanswered: list[Request] = []
+        """Contributions that are answered when their round is over, of calls that did not wait."""
         self._asked: list[Request] = []
         """Small pulls that are not answered yet."""
         bound = {} if staleness is None else {"staleness": staleness}
@@ -485,8 +498,20 @@ class DistBackend(StoreBackend):
             self._begin()
             self._flush()
             request, taking = self._transfers.take_part(f"the next round of {keys.named}", keys, call)
-            request.then(self._answered)
+            self._note_unanswered(request)
             return SentCall(request, self._link, self.lifetime.late, partial(taking, outs, True), is_watched=True)
+
+    def _note_unanswered(self, request: Request) -> None:
+        request.then(self._answered)
+        self._unanswered = [*(old for old in self._unanswered if not old.is_done), request]
+
+    def _pushes(self) -> list[Request]:
+        """Return what is done when servers have all that was contributed. Call with the lock held."""
+        if not all(request.is_done for request in self._unanswered):
+            # It goes behind all that waits to be sent.
+            self._open.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, priority=LAST))
+        self._unanswered = []
+        return [request for request in self._open if not request.is_done]
 
     def _begin(self) -> None:
         """Begin a call that is not the pull of what was just pushed. Call with the lock held."""
@@ -690,7 +715,10 @@ class DistBackend(StoreBackend):
         It is not among the pushes that later calls wait for: these must not wait for other workers.
         """
         request, taking = self._transfers.pushpull(f"pushpull of {keys.named}", keys, values, call)
-        request.then(self._answered)
+        if call.waits:
+            request.then(self._answered)
+        else:
+            self._note_unanswered(request)
         return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
 
     def _sent(self, request: Request, settle: Callable[[], None] | None = None) -> SentCall:
@@ -734,6 +762,20 @@ class DistBackend(StoreBackend):
             what = f"row_sparse_pull of {named((record.key for record, _, _ in items))}"
             request, take = self._transfers.pull_rows(what, items, priority=call.priority)
         return SentCall(request, self._link, self.lifetime.late, take)
+
+    def pushpull_rows(
+        self, keys: Selection, values: Sequence[Value], items: list[RowsTarget], call: CallOptions
+    ) -> Pending:
+        if self._is_async:
+            raise KVError(f"pushpull of {keys.named}: a {self.type!r} store has no rounds of which rows come")
+        with self._lock, self._link.span("pushpull", keys=len(items)):
+            self.lifetime.check()
+            self._begin()
+            self._flush()
+            push = self._push_now(keys, values, call)
+            request, take = self._transfers.pull_round(f"pull of {keys.named}", items, priority=call.priority)
+            pull = SentCall(request, self._link, self.lifetime.late, take)
+        return Both(f"pushpull of {keys.named}", push, pull)
 
     # What a push does
 
@@ -807,7 +849,7 @@ class DistBackend(StoreBackend):
         with self._lock:
             self._begin()
             self._flush()
-            number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
+            number, pushes = self._link.next_call(), self._pushes()
             pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes, waits=waits)
@@ -843,7 +885,7 @@ class DistBackend(StoreBackend):
             self._compressor.clear()
             with self._lock:
                 self._plans.clear()
-                self._open, self._asked = [], []
+                self._open, self._asked, self._unanswered = [], [], []
                 self._transfers = Transfers(self._link, self._compressor)
                 self._gathering = CallBatch(self._flush)
             self._node.unreserve(self._link.store)
@@ -885,11 +927,12 @@ class DistBackend(StoreBackend):
         with self._lock:
             self._begin()
             self._flush()
-            pushes = [*self._open, *self._settle_relays(self._open)]
+            pushes = self._pushes()
+            pushes += self._settle_relays(pushes)
             if self._transfers.is_on_gpu:
                 # Acknowledged or not, what is pushed may still be to come from our GPU, which works no more when this
                 # process has ended.
-                pushes.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, after=self._open))
+                pushes.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, after=pushes))
                 self._transfers.is_on_gpu = False
         for request in pushes:
             try:

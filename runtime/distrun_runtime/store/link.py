@@ -330,9 +330,11 @@ class StoreLink:
         body: dict[str, Any] | None = None,
         ranks: Iterable[int] | None = None,
         after: Sequence[Request] = (),
+        *,
+        priority: int = 0,
     ) -> Request:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
-        message = Message(kind, store=self.store, epoch=self.epoch, body=body or {})
+        message = Message(kind, store=self.store, epoch=self.epoch, priority=priority, body=body or {})
         links = [f"server-{rank}" for rank in (range(len(self.node.worker.servers)) if ranks is None else ranks)]
         return self.ask(what, [(link, message) for link in links], after=after)
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
@@ -17,7 +19,16 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ps import trace
 from distrun_runtime.ps.counters import Counters
-from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
+from distrun_runtime.store.base import (
+    CallOptions,
+    Contribution,
+    Lifetime,
+    RowsItem,
+    RowsTarget,
+    Selection,
+    StoreBackend,
+    Updater,
+)
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, Zeros, on_devices
 from distrun_runtime.store.pending import CompletedCall, Pending
@@ -116,6 +127,16 @@ class LocalBackend(StoreBackend):
     ) -> Pending:
         update, write = partial(self._update, keys, values, call.scale), partial(self._write, keys, outs)
         return self._made("pushpull", keys, update, write)
+
+    def pushpull_rows(
+        self, keys: Selection, values: Sequence[Value], items: list[RowsTarget], call: CallOptions
+    ) -> Pending:
+        def work() -> None:
+            for (record, give), value in zip(items, values, strict=True):
+                rows = value.canonical().rows if isinstance(value, RowSparse) else np.arange(record.shape[0])
+                give(devices.on_host(self._weights.kept[record.key].array)[rows], rows.copy())
+
+        return self._made("pushpull", keys, partial(self._update, keys, values, call.scale), work)
 
     def planned(
         self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float

@@ -45,7 +45,7 @@ from distrun_runtime.ps.routing import (
 )
 from distrun_runtime.ps.session import Asked, PlannedSends
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.base import CallOptions, Selection
+from distrun_runtime.store.base import CallOptions, RowsTarget, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
@@ -483,6 +483,34 @@ class Transfers:
                     tables[item][runs[place]] = np.frombuffer(frame, portion.dtype).reshape(-1, items[item][0].row_size)
             for (record, numbers, give), table in zip(items, tables, strict=True):
                 give(table.reshape(len(numbers), *record.shape[1:]))
+            return _said(_skipped_in(replies))
+
+        return request, take
+
+    def pull_round(self, what: str, items: Sequence[RowsTarget], *, priority: int) -> tuple[Request, Take]:
+        """Ask for the rows of row-sparse keys that came in their last round; return as `pull`."""
+        shards = [
+            (item, shard)
+            for item, (record, _) in enumerate(items)
+            for shard in (self.shards[record.key] if record.row_size else ())
+        ]
+        portions = portions_of(shards, (), [BY_ROWS] * len(items), [len(reduce.ROUND_ROWS)] * len(shards))
+        route = Route(np.array([self.shards[record.key][0].key for record, _ in items], np.int64), portions)
+        loaded = [(each, [reduce.ROUND_ROWS] * len(each.places), Payload.FRAME) for each in portions]
+        request = self._ask(what, route, loaded, priority)
+
+        def take(replies: tuple[Message, ...]) -> Notes:
+            parts: list[list[tuple[int, Array, Array]]] = [[] for _ in items]
+            for portion, reply in zip(portions, replies, strict=True):
+                for (item, shard), _, frame in _answers(portion, reply):
+                    width = items[item][0].row_size
+                    rows, values = reduce.decode(frame, shard.length // width, width, portion.dtype)
+                    parts[item].append((shard.offset, rows + shard.offset // width, values))
+            for (record, give), its in zip(items, parts, strict=True):
+                its.sort(key=lambda part: part[0])
+                rows = np.concatenate([np.empty(0, np.int64), *(rows for _, rows, _ in its)])
+                values = np.concatenate([np.empty((0, record.row_size), record.dtype), *(each for *_, each in its)])
+                give(values.reshape(len(rows), *record.shape[1:]), rows)
             return _said(_skipped_in(replies))
 
         return request, take

@@ -482,6 +482,23 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[DeviceArray]]]:
     return found
 
 
+def row_outputs(key: object, out: object) -> list[tuple[Key, RowSparse]]:
+    """Return each key with the RowSparse that its rows go to; empty: the outputs are arrays.
+
+    Raises:
+        KVError: some are arrays, or a key has several.
+    """
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    if not any(type(each) is RowSparse for each in outs):
+        return []
+    found = []
+    for name, its in grouped(key, out, "output"):
+        if len(its) != 1 or not isinstance(its[0], RowSparse):
+            raise KVError(f"key {name!r}: expected one RowSparse as output, as of the other keys, or arrays for all")
+        found.append((name, its[0]))
+    return found
+
+
 def wanted(key: object, out: object, row_ids: object) -> list[tuple[Key, list[tuple[Output, Array]]]]:
     """Return each key of a row pull once, with its outputs and the row numbers of each: any shape, not checked.
 

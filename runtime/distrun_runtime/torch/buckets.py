@@ -170,6 +170,11 @@ class Averaging:
         self._keys: list[str] = []
         """Of the buckets."""
 
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether it averages; not if the workers differed."""
+        return bool(self._buckets)
+
     def stop(self) -> None:
         """Leave the gradients alone from now on."""
         for handle in filter(None, self._hooks.values()):

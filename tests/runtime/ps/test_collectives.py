@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
 from cluster import Cluster, open_store, run_job
 from fakearrays import put
@@ -17,7 +18,8 @@ from gputensors import Torch
 
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, Pending, create
-from distrun_runtime.store import objects
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.store import collectives, objects
 from distrun_runtime.store.pending import BackgroundCall, Late
 
 Run = Callable[..., list[Any]]
@@ -339,14 +341,14 @@ def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytes
         def script(kv: KVStore) -> None:
             for step in range(3):
                 with torch.stream(torch.new_stream(kv.rank)):
-                    value = torch.tensor(own(kv, 3000) + np.float32(step), kv.rank)
+                    value = torch.tensor(own(kv, 30) + np.float32(step), kv.rank)
                     assert kv.allreduce([value], [value], op="mean")[0] is value
-                    np.testing.assert_allclose(value.get(), own(kv, 3000) % 10 + step + 5)
+                    np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
                     kv.allreduce(value, value, op="max", wait=False).wait()
-                    np.testing.assert_allclose(value.get(), own(kv, 3000) % 10 + step + 5)
-                    value.set(own(kv, 3000))
+                    np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
+                    value.set(own(kv, 30))
                     kv.broadcast(None, value, value, root=1)
-                    np.testing.assert_array_equal(value.get(), own(kv, 3000) % 10 + 10)
+                    np.testing.assert_array_equal(value.get(), own(kv, 30) % 10 + 10)
 
         run_job(script, 2, 1, type_name=kind)
         machine.finish()
@@ -410,3 +412,54 @@ def test_a_key_with_an_open_round_is_not_deleted(run: Run, first: int) -> None:
         assert out.tolist() == [2, 2]
 
     run(script, 2, 2)
+
+
+def test_from_the_third_on_an_allreduce_is_planned_as_a_pushpull_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = plans.steady_calls(monkeypatch)
+
+    def script(kv: KVStore) -> list[int]:
+        counts = []
+        value = [own(kv, 3), own(kv, 3000)]
+        for _ in range(5):
+            kv.barrier()
+            counts.append(sum(one.kind is Kind.PUSHPULL and one.rank == kv.rank for one in steady))
+            kv.allreduce(value, value)
+        return counts
+
+    for counts in run_job(script, 2, 1):
+        assert counts == [0, 0, 1, 2, 3]
+
+
+def test_the_oldest_kinds_of_calls_are_forgotten_and_work_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KINDS", 2)
+
+    def script(kv: KVStore) -> None:
+        for _ in range(3):
+            for size in range(1, 5):
+                call = kv.allreduce(np.ones(size), np.ones(size), wait=False)
+                assert kv.allgather(own(kv, size)).tolist()[1] == list(range(10, 10 + size))
+                call.wait()
+        assert repr(kv._through) == "<KVStore 'dist_sync': 3 keys>"
+
+    run(script, 2, 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_contributed_without_waiting_is_with_the_servers_at_a_barrier_and_at_the_end(
+    run: Run, size: int
+) -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init("a", np.zeros(size, np.float32))
+        found = []
+        for turn in range(2):
+            value = np.ones(size, np.float32)
+            if kv.rank == 0:
+                kv.pushpull("a", value, priority=-3, wait=False)
+            if turn == 0:
+                kv.barrier()
+            if kv.rank:
+                kv.pushpull("a", value)
+            found.append(float(value[-1]))
+        return found[kv.rank == 0 :]
+
+    assert run(script, 2, 2)[1] == [2, 2]

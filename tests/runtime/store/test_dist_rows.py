@@ -9,7 +9,7 @@ import pytest
 from cluster import run_job, shards_of
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.kvstore import KVStore
+from distrun_runtime.kvstore import KVStore, create
 from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("placement")
@@ -192,3 +192,30 @@ def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
             kv.init("w", ones(SHAPE) if kv.rank else np.ones(SHAPE, "float32"))
 
     run_job(script)
+
+
+@pytest.mark.parametrize("rows", [7, 40_000])
+def test_a_pushpull_into_rows_gives_those_that_any_worker_pushed(rows: int) -> None:
+    def script(kv: KVStore) -> list[Any]:
+        kv.init("t", RowSparse.empty((rows, 2, 9)))
+        kv.declare("d", 3)
+        found = []
+        for step in range(3):
+            mine = np.array([rows - 1, kv.rank + step])
+            value = RowSparse(np.ones((2, 2, 9), np.float32), mine, (rows, 2, 9))
+            out = value if step else RowSparse.empty((rows, 2, 9))
+            call = kv.pushpull(["t"], [value], None if step else [out], wait=bool(step % 2), scale=kv.rank + 1)
+            call.wait()
+            assert (out.values == out.values[:, :1, :1]).all()
+            found.append((out.rows.tolist(), out.values[:, 0, 0].tolist()))
+        kv.push("t", RowSparse.empty((rows, 2, 9)))
+        with pytest.raises(KVError, match="key 'd' is not row-sparse"):
+            kv.pushpull("d", np.zeros(3, np.float32), RowSparse.empty((3,)))
+        with pytest.raises(KVError, match="or arrays for all"):
+            kv.pushpull(["t", "d"], [value, np.zeros(3, np.float32)], [out, np.zeros(3, np.float32)])
+        return found
+
+    expected = [([step, step + 1, rows - 1], [1, 2, 3]) for step in range(3)]
+    assert run_job(script, 2, 2) == [expected] * 2
+    with create("local") as kv:
+        assert script(kv) == [([step, rows - 1], [1, 1]) for step in range(3)]
