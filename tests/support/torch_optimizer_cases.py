@@ -213,10 +213,12 @@ def optimizers_of_one_model_share_the_exchange() -> None:
 
 
 def compressed_gradients_are_the_same_on_all_workers() -> None:
-    def script(kv):
+    def script(kv, overlap):
         both = nn.ModuleDict({"net": network(), "unused": nn.Linear(2, 2)})
         net = both["net"]
-        opt = DistributedOptimizer(sgd(both), both, {"type": "2bit", "threshold": 0.25, "min_size": 0}, kvstore=kv)
+        opt = DistributedOptimizer(
+            sgd(both), both, {"type": "2bit", "threshold": 0.25, "min_size": 0}, overlap, kvstore=kv
+        )
         for step in range(5):
             opt.zero_grad()
             net(torch.ones(1, 2) * (kv.rank + step)).sum().backward()
@@ -230,8 +232,9 @@ def compressed_gradients_are_the_same_on_all_workers() -> None:
             assert text.startswith("worker-1: gradient of 'net.1.bias': ")
         return [param.tolist() for param in both.parameters()]
 
-    one, other = run(script)
-    assert one == other
+    for overlap in (False, True):
+        one, other = run(lambda kv, overlap=overlap: script(kv, overlap))
+        assert one == other
 
 
 def tables_that_a_worker_does_not_use_get_the_rows_of_the_others() -> None:
