@@ -58,7 +58,7 @@ class Option(NamedTuple):
     high: int = MOST
     choices: tuple[str, ...] = ()
     reads: Callable[[str, str], Any] | None = None
-    """Sourced the name and a text, what that means. Raises UsageError."""
+    """Given the name and a text, what that means. Raises UsageError."""
     variable: str = ""
     """The variable that it becomes in tasks, or that holds if it is not given; of a time the range, too."""
     launchers: str = ""
