@@ -44,6 +44,7 @@ COMMANDS = {
         "Write files that make a cluster: containers, machines, clouds.",
     ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
+    "help": ("distrun.cli.help:explain", "Explain exit codes, hosts files, placement and other topics."),
 }
 
 
@@ -72,11 +73,9 @@ class LazyGroup(click.Group):
         """
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            import difflib  # for a mistake only
+            from distrun.cli import hints  # for a mistake only
 
-            near = difflib.get_close_matches(name, list(COMMANDS), n=1)
-            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
-            raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
+            raise click.UsageError(f"No such command {name!r}. {hints.no_such_command(args, COMMANDS)}", ctx)
         from distrun.cli.common import TYPED  # with all options: not for help
 
         ctx.ensure_object(dict)[TYPED] = args[1:]
@@ -106,7 +105,7 @@ def cli(ctx: click.Context) -> None:
       distrun launch -n 2 --dry-run python train.py
       distrun status
 
-    distrun COMMAND -h says more.
+    distrun COMMAND -h says more; distrun help lists topics.
     """
     if ctx.invoked_subcommand is None:
         print_err(ctx.get_help() + "\n")

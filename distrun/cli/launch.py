@@ -52,7 +52,7 @@ FULL_TRACEBACKS = 2
 
 @click.command(
     cls=JobCommand,
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help", "--help-all"]},
 )
 @takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -62,18 +62,15 @@ def launch(ctx: click.Context, /, **options: Any) -> int:
 
     \b
     Examples:
-      distrun launch -n 2 python train.py --kv-store dist_sync
-      distrun launch -n 2 -s 2 -H hosts python train.py --kv-store dist_sync
-      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python train.py
-      distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
+      distrun launch -n 2 -s 0 'echo worker $RANK of $WORLD_SIZE'
+      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python3 train.py
       distrun launch -f job.toml
 
-    What is not typed is taken from variables DISTRUN_..., a job file (-f), [tool.distrun] of pyproject.toml and
-    ~/.config/distrun/config.toml, in this order.
+    Options come before COMMAND. Several words are executed as they are, without a shell; one word with blanks or shell
+    characters is run with bash -c. Options that are not typed are taken from variables DISTRUN_..., the job file (-f),
+    [tool.distrun] of pyproject.toml and ~/.config/distrun/config.toml, in this order.
 
-    Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
-    single word with blanks or shell characters is run with bash -c. The exit code is 0 if all workers succeeded, else
-    that of the first task that failed (128 + n for signal n).
+    The exit code is 0 if all workers succeeded, else that of the first task that failed: distrun help exit-codes.
     """
     process.outlive_tasks_signals()
     ctx.obj["verbosity"] = options["verbosity"]
