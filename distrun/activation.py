@@ -1,4 +1,4 @@
-"""--activate: from its words to one text for `bash -l`, run once on each host before tasks start. No side effects.
+"""--activate and --setup: one text for `bash -l`, run once on each host before tasks start. No side effects.
 
 The environment that the text leaves is what tasks start from. The text ends with another code than 0, and one line
 on stderr that says which word failed and why, when a step fails; the steps after it do not run.
@@ -16,7 +16,7 @@ from distrun.formats import quote
 KINDS = ("venv", "conda", "module")
 
 _HEAD = """\
-__distrun_fail() { printf 'distrun: --activate %s: %s\\n' "$1" "$2" >&2; exit 1; }
+__distrun_fail() { printf 'distrun: %s: %s\\n' "$1" "$2" >&2; exit 1; }
 """
 _TAIL = "unset -f __distrun_fail\n"
 
@@ -78,8 +78,10 @@ unset __distrun_at
 """
 
 
-def script(words: Sequence[str], cwd: str = "") -> str:
-    """Return the text that does what all words of --activate say, in their order; empty without words. No side effects.
+def script(words: Sequence[str], cwd: str = "", setup: str = "") -> str:
+    """Return the text that does what all words of --activate say, in their order, then `setup`. No side effects.
+
+    It is empty if there is nothing to do.
 
     `venv:PATH`, `conda:ENV` (a name or a path), `module:NAME`, or any shell text. `~` is the host's home folder;
     other relative paths are below `cwd`, or, if that is empty, below the folder in which the text runs.
@@ -87,9 +89,10 @@ def script(words: Sequence[str], cwd: str = "") -> str:
     Raises:
         UsageError: a word that is empty, or of a kind that does not exist.
     """
-    if not words:
-        return ""
-    return _HEAD + "".join(_step(word, cwd) for word in words) + _TAIL
+    steps = [_step(word, cwd) for word in words]
+    if setup:
+        steps.append(_fill(_SNIPPET, "--setup", quote(setup)))
+    return _HEAD + "".join(steps) + _TAIL if steps else ""
 
 
 def folders(words: Sequence[str]) -> tuple[str, ...] | None:
@@ -112,9 +115,10 @@ def folders(words: Sequence[str]) -> tuple[str, ...] | None:
 def _step(word: str, cwd: str) -> str:
     if not word.strip() or "\0" in word:
         raise UsageError(f"--activate: expected {_forms()} or shell text, found {word!r}")
+    given = f"--activate {_shown(word)}"
     match = re.fullmatch(r"([A-Za-z][\w-]*):(\S.*|)", word)
     if match is None or (match.group(1) not in KINDS and re.search(r"\s", word)):
-        return _fill(_SNIPPET, word, quote(word))
+        return _fill(_SNIPPET, given, quote(word))
     kind, value = match.group(1), match.group(2).rstrip()
     if kind not in KINDS:
         import difflib  # for a mistake only
@@ -127,10 +131,10 @@ def _step(word: str, cwd: str) -> str:
     if not value or value.startswith("-"):
         raise UsageError(f"--activate {word}: expected {_FORMS[kind]}")
     if kind == "venv":
-        return _fill(_VENV, word, _path(value, cwd))
+        return _fill(_VENV, given, _path(value, cwd))
     if kind == "conda":
-        return _fill(_CONDA, word, _path(value, cwd) if "/" in value or value == "~" else quote(value))
-    return "".join(_fill(_MODULE, "module:" + name, quote(name)) for name in value.split())
+        return _fill(_CONDA, given, _path(value, cwd) if "/" in value or value == "~" else quote(value))
+    return "".join(_fill(_MODULE, f"--activate module:{name}", quote(name)) for name in value.split())
 
 
 _FORMS = {
@@ -144,8 +148,8 @@ def _forms() -> str:
     return ", ".join(f"{kind}:..." for kind in KINDS)
 
 
-def _fill(template: str, word: str, value: str) -> str:
-    values = {"@WORD@": quote(_shown(word)), "@PATH@": value, "@TEXT@": value}
+def _fill(template: str, given: str, value: str) -> str:
+    values = {"@WORD@": quote(given), "@PATH@": value, "@TEXT@": value}
     # In one pass: what is filled in is never looked through.
     return re.sub("@WORD@|@PATH@|@TEXT@", lambda found: values[found.group(0)], template)
 

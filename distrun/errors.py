@@ -2,7 +2,8 @@
 
     DistrunError                      exit 8    our own fault, unless a class below says otherwise
       + UsageError (ValueError)       exit 2    an option, its value, a name or a file that is wrong
-          + HostsError                          a hosts file that cannot be read
+          + PlacedError                         files that cannot be understood; all errors with their places
+              + HostsError                      hosts
       + PreflightError                exit 3    a host that cannot be used
       + SyncError (OSError)           exit 4    files that did not reach a host
       + SubmitError                   exit 5    the queue or engine refused the job
@@ -35,13 +36,21 @@ class UsageError(DistrunError, ValueError):
     exit_code = facts.EXIT_USAGE
 
 
-class HostsError(UsageError):
-    """Hosts cannot be read or understood. The message has all errors, each with its own place (`file:line:col`)."""
+class PlacedError(UsageError):
+    """Files cannot be understood. The message has all errors, each with its own place (`file:line:col`)."""
+
+    what = "the files given"
 
     def __init__(self, message: str, hint: str = "", count: int = 1) -> None:
         super().__init__(message, hint)
         self.count = count
         """How many errors the message has."""
+
+
+class HostsError(PlacedError):
+    """Hosts cannot be read or understood."""
+
+    what = "the hosts given"
 
 
 class PreflightError(DistrunError):

@@ -21,6 +21,7 @@ not answer in time, its job is `unknown`; other jobs are not affected.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import selectors
 import shlex
@@ -39,7 +40,7 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import jobfolder
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.errors import JobStoreError, WireError
+from distrun_runtime.errors import JobStoreError, NoSuchJob, WireError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
@@ -112,24 +113,46 @@ class Jobs:
         launching.spawn(job, folder, self.say)
         return Job(folder, self.say)
 
-    def list(self, most: int | None = None) -> Sequence[Job]:
-        """Return the jobs, newest first: those that go on, then others, of which there are at most `most`."""
-        return [Job(folder, self.say) for folder in listed(self.store.list(), most)]
+    def list(self, most: int | None = None, name: str = "", labels: Sequence[str] = ()) -> Sequence[Job]:
+        """Return the jobs, newest first: those that go on, then others, of which there are at most `most`.
 
-    def views(self, most: int | None = None) -> Sequence[JobView]:
+        Args:
+            most: see above; None: all.
+            name: only jobs whose name is like this pattern (`x-*`); empty: all.
+            labels: only jobs that have all of these (`K=V`).
+        """
+        return [Job(folder, self.say) for folder in self._listed(most, name, labels)]
+
+    def views(self, most: int | None = None, labels: Sequence[str] = ()) -> Sequence[JobView]:
         """Return how the jobs of `list` stand now; all are asked at once, for about 2 s at most."""
-        return look(listed(self.store.list(), most))
+        return look(self._listed(most, "", labels))
 
-    def get(self, wanted: str, prefers_living: bool = False) -> Job:
+    def _listed(self, most: int | None, name: str, labels: Sequence[str]) -> Sequence[JobFolder]:
+        folders = self.store.list()
+        if name:
+            folders = [folder for folder in folders if fnmatch.fnmatchcase(folder.name(), name)]
+        if labels:
+            folders = [folder for folder in folders if has_labels(folder, labels)]
+        return listed(folders, most)
+
+    def get(self, wanted: str | None, prefers_living: bool = False) -> Job:
         """Return the job of an id, the beginning of one, or a name; of several of one name the newest, and say so.
 
         Args:
-            wanted: the id or name.
+            wanted: the id or name; None: the latest job, which is said, too.
             prefers_living: jobs that run come before those that are over.
 
         Raises:
             NoSuchJob: there is none, or several ids begin so.
         """
+        if wanted is None:
+            folders = self.store.list()
+            if not folders:
+                raise NoSuchJob(f"there are no jobs in {self.store.jobs}")
+            going = (each for each in folders if each.standing() in facts.GOING) if prefers_living else iter(())
+            folder = next(going, folders[0])
+            self.say(f"job {folder.id}, the latest", "info")
+            return Job(folder, self.say)
         if prefers_living:
             return Job(self.store.find_living(wanted), self.say)
         folder = self.store.find(wanted)
@@ -402,6 +425,14 @@ class Job:
         from distrun import killing
 
         return killing.kill(self.folder, grace_s)
+
+
+def has_labels(folder: JobFolder, labels: Sequence[str]) -> bool:
+    """Return whether a job has all these labels; a damaged one has none."""
+    try:
+        return set(labels) <= set((folder.request() or {}).get("labels", ()))
+    except JobStoreError:
+        return False
 
 
 def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequence[Mapping[str, Any]]:

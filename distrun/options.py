@@ -1,17 +1,10 @@
-"""The one table of the options of `distrun launch`, and what each may be; and the user's configuration file.
+"""The one table of the options of `distrun launch`, what each may be, and which of several sources decides its value.
 
 A row says an option's name, kind, range, default, environment variable, help, the launchers that it is for, and the
-member of the request that it becomes. From it are made click's options (`cli/common.py`), what a request takes of them,
-its JSON and its checks (`request.py`), and `docs/options.md` (`scripts/render-options`). A new option needs a row here
+member of the request that it becomes. From it are made click's options (`cli/common.py`), the keys of job files
+(`jobfile.py`), what a request takes of them, its JSON and its checks (`request.py`), and `docs/options.md`
+(`scripts/render-options`). A new option needs a row here
 and, if it is for the job, a member with a type in the request.
-
-The configuration file says what a site does differently, in a section for each engine. It is
-`$XDG_CONFIG_HOME/distrun/config.ini` (`~/.config` where that is unset), in the form of Python's `configparser` without
-interpolation:
-
-    [slurm]
-    submit = /opt/site/bin/sbatch
-    template = ~/templates/slurm.sh
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,13 +58,28 @@ class Option(NamedTuple):
     high: int = MOST
     choices: tuple[str, ...] = ()
     reads: Callable[[str, str], Any] | None = None
-    """Given the name and a text, what that means. Raises UsageError."""
+    """Sourced the name and a text, what that means. Raises UsageError."""
     variable: str = ""
     """The variable that it becomes in tasks, or that holds if it is not given; of a time the range, too."""
     launchers: str = ""
     """The launchers that it is for: ENGINES, NO_ENGINES or the only one; empty: all."""
     required: bool = False
     hidden: bool = False
+    is_path: bool = False
+    """It names files here; in a file, relative ones are below that file's folder."""
+    typed_only: bool = False
+    """It is an option of the command line, and stands in no file and no variable."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Where it stands in a job file: `("workers",)`; `("worker", "cores")` is `cores` in the table `worker`."""
+        if self.key in ("workers", "servers"):
+            return (self.key,)
+        name = self.name[self.name.index("--") + 2 :].partition("/")[0]
+        role, dash, rest = name.partition("-")
+        if role == "env" and rest in facts.ROLES:
+            return rest, role
+        return (role, rest) if dash and role in facts.ROLES else (name,)
 
     def read(self, value: Any) -> Any:
         """Return what a text that was typed means; a number, a text or texts of a request are only checked.
@@ -206,6 +214,17 @@ def _job_name(option: str, text: str) -> str:
     return text
 
 
+def parse_label(option: str, text: str) -> str:
+    """Return a label, `K=V`. No side effects.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not re.fullmatch(r"[\w./-]{1,64}=[\w.+@:/-]{0,64}", text):
+        raise UsageError(f"{option}: expected KEY=VALUE, up to 64 letters, digits or . _ - / each, found {text!r}")
+    return text
+
+
 def _module(option: str, text: str) -> str:
     if not all(part.isidentifier() for part in text.split(".")) or text.endswith(".py"):
         raise UsageError(
@@ -261,6 +280,8 @@ def _shown(value: str | float) -> str:
     return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."
 
 
+LABELS = words("-l/--label", "Only jobs with this label. Repeatable.", "K=V", key="labels", reads=parse_label)
+"""By which commands choose among jobs."""
 COPYING = (
     text("--sync-dst-dir", "Copy the current directory to DIR on each host.", "DIR"),
     words("--sync-exclude", "Do not copy what matches. Repeatable.", "PATTERN", member=""),
@@ -275,7 +296,7 @@ LAUNCHER = text(
     key="launcher",
 )
 HOSTS = (
-    text("-H/--hostfile", "Hosts file; - reads standard input.", "FILE", default=None, member=""),
+    text("-H/--hostfile", "Hosts file; - reads standard input.", "FILE", default=None, member="", is_path=True),
     text("--hosts", "Hosts, instead of a file: names, user@host, gpu[01-08].", "A,B", default=None, member=""),
     text("--hostfile-format", "How the hosts file is read. [default: auto]", "FORM", default="auto", member=""),
     text(
@@ -286,7 +307,7 @@ HOSTS = (
         member="",
     ),
     flag("--strict-host-keys", "Refuse hosts whose key is not known yet.", member=""),
-    text("--ssh-config", "ssh configuration. [default: ~/.ssh/config]", "FILE", member=""),
+    text("--ssh-config", "ssh configuration. [default: ~/.ssh/config]", "FILE", member="", is_path=True),
     seconds("--connect-timeout", "Seconds that one connection may take.", default=10.0, member=""),
 )
 _YARN = (
@@ -301,7 +322,17 @@ _KUBERNETES = (_own("--namespace", "NAME", "kubernetes", "Namespace (kubernetes)
 SITE = (*_YARN, *_MPI, *_KUBERNETES)
 """Options that say which engine is meant, of all commands that speak to one."""
 
+SOURCES = (
+    text("-f/--file", "Job file: what is not typed is taken from it.", "FILE", member="", typed_only=True),
+    text("--profile", "Profile of the job file, pyproject.toml or config.toml.", "NAME", member="", typed_only=True),
+)
+"""Options that say where other options come from."""
+
 TABLE: Mapping[str, tuple[Option, ...]] = {
+    "Job file": (
+        *SOURCES,
+        flag("--print-config", "Print this launch as a job file, and start nothing.", member="", typed_only=True),
+    ),
     "Size": (
         count("-n/--num-workers", "Number of workers.", key="workers", low=1, required=True),
         count("-s/--num-servers", "Number of servers; 0: none. [default: as -n]", key="servers", low=0),
@@ -409,10 +440,18 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
             "WHAT",
             member="",
         ),
+        text(
+            "--setup", "Shell text that is run once on each host before the tasks, after --activate.", "TEXT", member=""
+        ),
     ),
     "Environment": (
-        words("--env", "Set or forward variables. Repeatable.", "K=V|K|PFX*", member=""),
-        words("--env-file", "KEY=VALUE lines; hidden, not copied.", "FILE", key="env_files", member=""),
+        words(
+            "--env",
+            "Set or forward variables; K@FILE: FILE holds the value, which stays hidden. Repeatable.",
+            "K=V|K|PFX*|K@FILE",
+            member="",
+        ),
+        words("--env-file", "KEY=VALUE lines; hidden, not copied.", "FILE", key="env_files", member="", is_path=True),
         words("--env-worker", "Set a variable for the worker role only.", "K=V", member=""),
         words("--env-server", "Set a variable for the server role only.", "K=V", member=""),
         words("--env-scheduler", "Set a variable for the scheduler role only.", "K=V", member=""),
@@ -480,11 +519,25 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     ),
     "Leaving it": (
         flag("--detach", "Print the job's id on stdout when all tasks run, and leave it: distrun attach."),
-        flag("--in-scope", "", member="", hidden=True),
+        flag("--in-scope", "", member="", hidden=True, typed_only=True),
     ),
     "Output": (
         text("--name", "A name for the job.", reads=_job_name),
-        text("--run-dir", "Keep the job's folder below DIR.", "DIR", default=None, reads=lambda _, text: Path(text)),
+        words(
+            "--label",
+            "Label of the job, by which status and kill choose. Repeatable.",
+            "K=V",
+            key="labels",
+            reads=parse_label,
+        ),
+        text(
+            "--run-dir",
+            "Keep the job's folder below DIR.",
+            "DIR",
+            default=None,
+            reads=lambda _, text: Path(text),
+            is_path=True,
+        ),
         size(
             "--log-limit",
             "Keep about so much of each task's log, its beginning and its end (100M, 2G, all). [default: 1G]",
@@ -503,7 +556,12 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
             member="",
         ),
         flag("--no-prefix", "Print tasks' output unchanged.", member=""),
-        flag("--dry-run", "Show what would be started, and start nothing; -v shows each task.", member=""),
+        flag(
+            "--dry-run",
+            "Show what would be started, and start nothing; -v shows each task.",
+            member="",
+            typed_only=True,
+        ),
         flag("--json", "The dry run, or the outcome (last line), as JSON on stdout.", key="as_json", member=""),
         flag("-q/--quiet", "Print errors only, and the tasks' output.", member=""),
         times("-v/--verbose", "Say more; -vv: also every protocol message.", key="verbosity", member=""),
@@ -527,23 +585,80 @@ def members(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def configured(section: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a section of the configuration file; none if there is no file, or no such section.
+# ---------------------------------------------------------------------- which source decides
+
+
+class Sourced(NamedTuple):
+    """A value, as it would be typed, and where it was given."""
+
+    value: Any
+    """A text; of WORDS and the command a tuple of texts, of flags a bool, of TIMES an int."""
+    origin: str
+
+
+Layer = Mapping[str, Sourced]
+"""What one source gives: values by the keys of options; and `command`, the words, or `run`, a script in their place."""
+
+MERGED = ("env", "env_worker", "env_server", "env_scheduler")
+"""Variables of tasks: those of all sources hold together, one by one."""
+_SILENCED: Mapping[str, tuple[str, ...]] = {
+    "hostfile": ("hosts",),
+    "hosts": ("hostfile",),
+    "quiet": ("verbosity",),
+    "verbosity": ("quiet",),
+    "command": ("run",),
+    "run": ("command",),
+    "shell": ("command", "run"),
+}
+"""By key: what does not count any more if a better source gives one of these."""
+
+
+def user_path(env: Mapping[str, str]) -> str:
+    """Return where the user's configuration file is, or would be. No side effects."""
+    base = env.get("XDG_CONFIG_HOME", "")
+    return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "distrun", "config.toml")
+
+
+def decide(layers: Sequence[Layer]) -> dict[str, Sourced]:
+    """Return each value that some source gives, and its origin. No side effects.
+
+    The first source wins. What is not given by any is not in the answer.
+    """
+    found: dict[str, Sourced] = {}
+    for layer in layers:
+        better = frozenset(found)
+        for key, given in layer.items():
+            if key in MERGED and key in better:  # later words win
+                known = found[key]
+                found[key] = Sourced((*given.value, *known.value), f"{given.origin}, {known.origin}")
+            elif better.isdisjoint((key, *_SILENCED.get(key, ()))):
+                found[key] = given
+    return found
+
+
+def of_environment(env: Mapping[str, str]) -> Layer:
+    """Return what the variables `DISTRUN_...` give; the name of each is the origin. No side effects.
+
+    Variables of the table `environ`, such as DISTRUN_OP_TIMEOUT, take effect by themselves: their values are no more
+    than a reason not to take others.
 
     Raises:
-        UsageError: the file cannot be read or understood; the message has its path, and the line.
+        UsageError: one is not what its option takes.
     """
-    import configparser  # for engines only
-
-    base = env.get("XDG_CONFIG_HOME", "")
-    file = (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "distrun" / "config.ini"
-    parser = configparser.ConfigParser(interpolation=None)
-    try:
-        parser.read_string(file.read_text(encoding="utf-8"), str(file))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, configparser.Error) as err:
-        raise UsageError(
-            f"the configuration file cannot be read: {' '.join(str(err).split())}", f"correct {file}"
-        ) from err
-    return dict(parser.items(section)) if parser.has_section(section) else {}
+    found: dict[str, Sourced] = {}
+    for row in ROWS:
+        name = row.variable or "DISTRUN_" + "_".join(row.path).replace("-", "_").upper()
+        known = environ.BY_NAME.get(name)
+        text = env.get(name, "")
+        if not text or row.typed_only or row.kind == WORDS or (known and known.use != environ.READ):
+            continue
+        value: Any = text
+        if known is None:  # else who acts on it checks it
+            if row.kind in (FLAG, SWITCH, TIMES):
+                most = 9 if row.kind == TIMES else 1
+                number = _count(name, text, 0, most)
+                value = number if row.kind == TIMES else bool(number)
+            else:
+                row._replace(name=name).read(text)
+        found[row.key] = Sourced(value, name)
+    return found

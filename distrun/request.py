@@ -44,6 +44,9 @@ JOINED = ("LD_LIBRARY_PATH",)
 FORWARDED_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", *JOINED)
 """What launch.py gave its tasks over ssh besides; with the session token, without which temporary keys do not work."""
 
+FILED = r"([A-Za-z_]\w*)@(.+)\Z"
+"""A word of `--env` that names a file with the variable's value."""
+
 _MERGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
@@ -120,6 +123,8 @@ class JobRequest:
     shell: bool | None = None
     """--shell, --no-shell, or None: decided by the command."""
     name: str = ""
+    labels: tuple[str, ...] = ()
+    """`K=V` each."""
     settings: tuple[Setting, ...] = ()
     """In the order of precedence: a later one wins, one for a role wins over one for all."""
     python: str = ""
@@ -173,6 +178,8 @@ class JobRequest:
     """What the user types to have the hosts examined, for messages."""
     detach: bool = False
     """The job goes on without the terminal that launches it."""
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The options that were given, by key, as `distrun rerun` takes them; without the values of secrets."""
     dry_run: bool = False
     """The plan gets a placeholder for its id and no token, and nothing is written."""
 
@@ -197,6 +204,7 @@ class JobRequest:
             **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
             "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
             "run_dir": None if self.run_dir is None else str(self.run_dir),
+            "given": dict(self.given),
         }
 
     def __post_init__(self) -> None:
@@ -306,12 +314,13 @@ def is_forwarded(name: str) -> bool:
 
 
 def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
-    """Return the settings of `--env` words (`K=V`, `K`, `PFX*`) and notes for the user. No side effects.
+    """Return the settings of `--env` words (`K=V`, `K`, `PFX*`, `K@FILE`) and notes for the user. Reads the files.
 
-    `outer` is the environment that `K` and `PFX*` are taken from. A pattern never picks a name that distrun sets.
+    `outer` is the environment that `K` and `PFX*` are taken from. A pattern never picks a name that distrun sets. What
+    a file holds is hidden; the end of its last line is no part of it.
 
     Raises:
-        UsageError: an empty name, or one that distrun sets itself.
+        UsageError: an empty name, or one that distrun sets itself; a file that cannot be read.
     """
     settings: list[Setting] = []
     notes: list[str] = []
@@ -324,7 +333,9 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
                 f"--env: expected NAME=VALUE, NAME or PREFIX*, found {f'{pair[1]}:{shown}'!r}",
                 f"type --env {shlex.quote(f'{pair[1]}={shown}')}",
             )
-        if equals:
+        if filed := re.match(FILED, word, re.DOTALL):
+            settings.append(setting("--env", filed[1], read_text("--env", filed[2]).rstrip("\r\n"), hidden=True))
+        elif equals:
             settings.append(setting("--env", name, value))
         elif "*" in name:
             names = sorted(n for n in outer if fnmatch.fnmatchcase(n, name) and not is_ours(n))
@@ -337,6 +348,36 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
             setting("--env", name, "")
             notes.append(f"--env {name}: it is not set here, so there is nothing to forward")
     return settings, notes
+
+
+def read_text(option: str, path: str) -> str:
+    """Return what a file holds that an option names; stray bytes as Python's file names have them.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8", "surrogateescape")
+    except (OSError, ValueError) as err:
+        raise UsageError(f"{option}: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
+
+
+def without_secrets(key: str, words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return words of `--env` or `--env-ROLE` that may be written to a file, and the names they lost. No side effects.
+
+    Of a variable whose name looks like a secret's, the value is left out: it is forwarded from where the job is
+    launched, or, if it is for one role, has to be given again.
+    """
+    kept, lost = [], []
+    for word in words:
+        name = re.split("[=:]" if key != "env" else "=", word, maxsplit=1)[0]
+        if name == word or "@" in name or not is_secret(name):
+            kept.append(word)
+            continue
+        lost.append(name)
+        if key == "env":
+            kept.append(name)
+    return kept, lost
 
 
 def parse_role_env(role: str, words: Iterable[str]) -> list[Setting]:

@@ -88,7 +88,7 @@ GONE_S = 60.0
 POD_S = 0.02
 """Least time between two looks at a job, in seconds for each of its pods: they are 10 kB each."""
 
-MISSING = "install kubectl, or name it in the configuration file:  kubectl = PATH in [kubernetes]"
+MISSING = "install kubectl, or name it in the configuration file:  kubectl = 'PATH' in [kubernetes]"
 UNREACHABLE = (
     "let pods reach that port: name an address that they reach with --coordinator-address and open ports with"
     " --port-range A-B; or launch inside the cluster, from a pod:  distrun template render kubernetes-launcher"
@@ -108,7 +108,7 @@ RIGHTS = (
 JOBSET_RIGHTS = (("create", JOBSETS), ("list", JOBSETS), ("delete", JOBSETS))
 """What it also does if it creates a JobSet."""
 JOBSET_API = "jobset.x-k8s.io/v1alpha2"
-WITHOUT = "or do without JobSets:  jobset = no in [kubernetes] of the configuration file"
+WITHOUT = "or do without JobSets:  jobset = false in [kubernetes] of the configuration file"
 CONFIGURED = "correct the configuration file"
 HINTS = {
     "exceeded quota": "ask for less, or wait until others have ended; kubectl describe resourcequota shows it",
@@ -420,7 +420,7 @@ class Kubernetes(Engine):
     def _jobsets(self) -> CheckResult:
         """Tell whether a job is a JobSet. Without them nothing is missing."""
         if not self._wants_jobset():
-            return CheckResult(True, "JobSets are not used: jobset = no")
+            return CheckResult(True, "JobSets are not used: jobset = false")
         try:
             self._ask(None, "get", f"--raw=/apis/{JOBSET_API}")
         except EngineError as err:
@@ -615,7 +615,7 @@ def image(options: EngineOptions) -> str:
         raise UsageError(
             "--launcher kubernetes: --image is missing",
             "name an image that has python3 and what your command needs:  --image python:3.12;"
-            " or once for all:  image = NAME in [kubernetes] of the configuration file",
+            " or once for all:  image = 'NAME' in [kubernetes] of the configuration file",
         )
     return _matched("--image", found, r"[a-z0-9][\w./:@-]*", "the name of an image, such as ghcr.io/me/train:1")[0]
 

@@ -61,9 +61,9 @@ SCRIPT = "sge.sh"
 NO_PE = "none"
 """`--pe none`: an array is wanted."""
 MEMORY = "mem_free"
-"""What `--worker-memory` asks for, unless the configuration file says `memory = NAME`; every Grid Engine knows it."""
+"""What `--worker-memory` asks for, unless the configuration file says `memory = 'NAME'`; every Grid Engine knows it."""
 GPU = "gpu"
-"""What `--worker-gpus` asks for, unless the configuration file says `gpu = NAME`; sites define it themselves."""
+"""What `--worker-gpus` asks for, unless the configuration file says `gpu = 'NAME'`; sites define it themselves."""
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
@@ -487,7 +487,7 @@ def _kind_of(name: str, kinds: Mapping[str, str], key: str, option: str) -> str:
     if kinds and name not in kinds:
         raise UsageError(
             f"{option}: this Grid Engine has no resource {name!r}",
-            f"`qconf -sc` lists them; name yours as {key} = NAME in the [sge] section of the configuration file",
+            f"`qconf -sc` lists them; name yours as {key} = 'NAME' in the [sge] section of the configuration file",
         )
     return kinds.get(name, "NO")
 

@@ -70,7 +70,7 @@ POSITION_S = 15.0
 LOG_BYTES = 4096
 MISSING = (
     "log in to a host of the cluster; or name the folder of Slurm's commands in the configuration file:  "
-    "bin = DIR in [slurm]"
+    "bin = 'DIR' in [slurm]"
 )
 """What to do where a command of Slurm is missing."""
 
@@ -260,7 +260,7 @@ class Slurm(Engine):
         said = self.options.config.get("shared_folders", "").lower()
         if said:
             if said not in ("yes", "no"):
-                raise UsageError(f"shared_folders = {said}: expected yes or no", "correct the configuration file")
+                raise UsageError(f"shared_folders = {said}: expected true or false", "correct the configuration file")
             return said == "yes"
         return _file_system(folder) in SHARED
 

@@ -636,7 +636,10 @@ def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
         EngineError: neither can be used.
     """
     if config.get("shell", "").lower() in ("yes", "true", "1"):
-        why, fix = "the configuration file asks for YARN's distributed shell (shell = yes)", "or leave shell = yes out"
+        why, fix = (
+            "the configuration file asks for YARN's distributed shell (shell = true)",
+            "or leave shell = true out",
+        )
     else:
         answer = cluster.rm.ask("GET", "/app/v1/services/version")
         if answer.status == 200:

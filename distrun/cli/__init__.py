@@ -15,7 +15,7 @@ import click
 
 from distrun import __version__
 from distrun.cli.console import Stdout, print_err, unwritten
-from distrun.errors import DistrunError, HostsError
+from distrun.errors import DistrunError, PlacedError
 from distrun_runtime.contract import facts, streams
 
 GARBAGE = 20_000
@@ -25,6 +25,8 @@ classes, connections. To look at it again and again took a twentieth of a small 
 
 COMMANDS = {
     "launch": ("distrun.cli.launch:launch", "Run a distributed job and wait for its end."),
+    "rerun": ("distrun.cli.rerun:rerun", "Launch a job again, as it was or with other options."),
+    "config": ("distrun.cli.config:config", "Show the options that files and variables give to launches."),
     "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "top": ("distrun.cli.status:top", "Show a job live, or all my jobs."),
@@ -165,9 +167,9 @@ def _explained(err: Exception) -> tuple[str, str, int]:
     match err:
         case click.ClickException():
             return _of_click(err)
-        case HostsError():
+        case PlacedError():
             print_err(str(err) + "\n")  # unchanged, so that editors find the places
-            return f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code
+            return f"{err.count} error{'' if err.count == 1 else 's'} in {err.what}", err.hint, err.exit_code
         case DistrunError():
             return str(err), err.hint, err.exit_code
         case NoSuchJob():

@@ -33,7 +33,7 @@ QUESTION = "distrun: [d]etach, [s]top the job, or [g]o on? (Ctrl-C again: stop) 
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job")
+@click.argument("job", required=False)
 @click.option("--since-start", is_flag=True, help="Show all that was printed since the job's start.")
 @takes(
     count(
@@ -48,9 +48,11 @@ QUESTION = "distrun: [d]etach, [s]top the job, or [g]o on? (Ctrl-C again: stop) 
     "--task", "tasks", multiple=True, metavar="NAME", help="Only what this task (worker-0) or role prints; repeatable."
 )
 def attach(
-    job: str, *, since_start: bool, tail: int | None, tasks: tuple[str, ...], no_prefix: bool, quiet: bool
+    job: str | None, *, since_start: bool, tail: int | None, tasks: tuple[str, ...], no_prefix: bool, quiet: bool
 ) -> int:
     """Show what JOB prints (an id, the beginning of one, or a name), as `launch` does, until it is over.
+
+    Without JOB: what the latest job that runs prints.
 
     Ctrl-C asks whether to detach, to stop the job, or to go on; a second Ctrl-C stops it. Without a terminal to ask on,
     Ctrl-C detaches. Several terminals may be attached at once.
@@ -308,14 +310,14 @@ SCHEMA = "distrun.wait/1"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job")
+@click.argument("job", required=False)
 @takes(seconds("--timeout", "Wait at most so long (exit code 124)."))
 @click.option("--json", "as_json", is_flag=True, help="At the end one JSON object, with the job's outcome.")
-def wait(job: str, timeout: float | None, as_json: bool) -> int:
+def wait(job: str | None, timeout: float | None, as_json: bool) -> int:
     """Wait until JOB (an id, the beginning of one, or a name) is over; the exit code is the job's.
 
-    A job that is over gives its code at once. The exit code is 124 if --timeout ends the wait, and 7 if the job's
-    coordinator is lost. Ctrl-C ends the wait only.
+    Without JOB: the latest job that runs. A job that is over gives its code at once. The exit code is 124 if --timeout
+    ends the wait, and 7 if the job's coordinator is lost. Ctrl-C ends the wait only.
     """
     found = my_jobs().get(job, prefers_living=True).refresh()
     is_late = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,24 @@ import click
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.options import BY_KEY, FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option, configured
+from distrun.options import (
+    BY_KEY,
+    FLAG,
+    HOSTS,
+    LAUNCHER,
+    MERGED,
+    SITE,
+    SWITCH,
+    TIMES,
+    WORDS,
+    Layer,
+    Option,
+    Sourced,
+    decide,
+    of_environment,
+    user_path,
+)
+from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -50,6 +68,91 @@ class _LauncherOption(click.Option):
 
         self.help = str(self.help).format(launchers=", ".join(backends.names()))
         return super().get_help_record(ctx)
+
+
+GIVEN = "distrun.given"
+"""Key of click's `ctx.meta`: the values that were given by any source, and their origins (`decide`)."""
+
+
+class JobCommand(click.Command):
+    """A command that describes a job: what is not typed comes from other sources, as its `layers` say."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words, with what other sources give in the place of defaults."""
+        typed: dict[str, Sourced] = {}
+        parsed = self.make_parser(ctx).parse_args(list(args))[0]
+        for key, value in parsed.items():
+            # Versions of click differ in the value of what is not given, and in the name of the help option.
+            if isinstance(value, (str, int, list, tuple)) and value != ():
+                typed[key] = Sourced(tuple(value) if isinstance(value, list) else value, "typed")
+        given: Layer = {}
+        if {"help", "_click_default_help"}.isdisjoint(typed):
+            ctx.meta[GIVEN] = given = decide([typed, *self.layers(ctx, typed)])
+            ctx.default_map = {
+                key: value
+                for key, (value, origin) in given.items()
+                if key in BY_KEY and origin not in environ.BY_NAME  # else it takes effect by itself
+            }
+        rest = super().parse_args(ctx, args)
+        for key in MERGED:
+            if key in given and key in ctx.params:
+                ctx.params[key] = given[key].value
+        return rest
+
+    def layers(self, ctx: click.Context, typed: Layer) -> Sequence[Layer]:
+        """Return what the environment and files give: the job file, the profile, pyproject.toml, the user's file.
+
+        Raises:
+            UsageError: one of them is wrong, or no file has the profile.
+        """
+        file = typed["file"].value if "file" in typed else ""
+        profile = typed["profile"].value if "profile" in typed else ""
+        env = environ.snapshot()
+        config = user_path(env)
+        project = _project()
+        if not (file or profile or project or os.path.isfile(config)):
+            return [of_environment(env)]
+        from pathlib import Path
+
+        from distrun import jobfile
+
+        found = [jobfile.load(Path(file))] if file else []
+        if project:
+            found.append(jobfile.load(Path(project), jobfile.TOOL))
+        if os.path.isfile(config):
+            found.append(jobfile.load(Path(config), engines=engines))
+        profiles = [each.profiles.get(profile, {}) for each in found]
+        if profile and not any(profile in each.profiles for each in found):
+            names = sorted({name for each in found for name in each.profiles})
+            known = f"the files have {', '.join(names)}" if names else "no file has any"
+            raise UsageError(f"--profile: there is no profile {profile!r}; {known}", f"add a table [profile.{profile}]")
+        mine = 1 if file else 0
+        plain = [each.layer for each in found]
+        return [of_environment(env), *profiles[:mine], *plain[:mine], *profiles[mine:], *plain[mine:]]
+
+
+def _project() -> str:
+    """Return the nearest pyproject.toml with a table for distrun; empty: there is none.
+
+    A file of another user is not taken: whoever can write to a folder above this one could run commands here by it.
+    """
+    folder = current_folder()
+    while True:
+        path = os.path.join(folder, "pyproject.toml")
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if b"tool.distrun" in file.read():
+                if os.stat(file.fileno()).st_uid in (0, os.getuid()):
+                    return path
+                say(f"{path} is ignored: it belongs to another user", "warning")
+        if folder == (folder := os.path.dirname(folder)):
+            return ""
+
+
+def engines() -> Sequence[str]:
+    """Return the names of all launchers, each of which may have a section in the user's file."""
+    from distrun import backends
+
+    return backends.names()
 
 
 def takes(*rows: Option) -> Callable[[Function], Function]:
@@ -265,7 +368,7 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     Raises:
         UsageError: there is no such launcher, or the file cannot be read.
     """
-    from distrun import backends  # for engines only
+    from distrun import backends, jobfile  # for engines only
     from distrun.request import EngineOptions
 
     backend = backends.load(name) if name else None
@@ -273,7 +376,7 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
         return None
     found = cast("QueueBackend", backend)
     own = {row.key: options[row.key] for row in SITE if options[row.key]}
-    found.engine.options = EngineOptions(own=own, config=configured(name, env))
+    found.engine.options = EngineOptions(own=own, config=jobfile.configured(name, env, engines))
     return found
 
 

@@ -109,7 +109,7 @@ def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behin
     taken = {index for each in moved for index in range(each.at, each.at + each.size)}
     options = [command[index] for index in sorted(taken)]
     rest = [word for index, word in enumerate(command) if index not in taken]
-    line = " ".join(map(_shown, ["distrun", "launch", *before, *options, *rest]))
+    line = " ".join(map(_shown, ["distrun", str(ctx.info_name), *before, *options, *rest]))
     return f"options of distrun come before the command: {line}"
 
 

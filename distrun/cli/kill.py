@@ -32,13 +32,14 @@ from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
 from distrun.hosts.ranges import fold
-from distrun.options import HOSTS, LAUNCHER, SITE, seconds
+from distrun.options import HOSTS, LABELS, LAUNCHER, SITE, seconds, text
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
 from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.jobs import Job
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 SCHEMA = "distrun.kill/1"
@@ -51,6 +52,10 @@ Found = Mapping[str, HostAnswer | Problem]
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
 @takes(*HOSTS, LAUNCHER._replace(help="With --stale: what dead launchers left in this engine (slurm, sge ...)."), *SITE)
+@takes(
+    text("--name", "Stop all jobs that run and whose names are like PATTERN ('x-*').", "PATTERN"),
+    LABELS._replace(help="Stop all jobs that run and have this label. Repeatable."),
+)
 @click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -64,6 +69,7 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
     \b
     Examples:
       distrun kill calm-otter                 # a job that was launched here, on all its hosts
+      distrun kill --name 'sweep-*' -y        # all jobs of such names that run
       distrun kill -H hosts                   # all my jobs on these hosts
       distrun kill -H hosts --stale -y        # what dead launchers left there
       distrun kill --stale --dry-run          # on this machine
@@ -75,6 +81,14 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
     user's. They get SIGTERM, and SIGKILL after the grace time. The exit code is 1 if a process did not end, 3 if a host
     cannot be reached.
     """
+    if options["name"] or options["labels"]:
+        others = ("launcher", "hostfile", "hosts", "match", "stale")
+        if names or any(options[each] for each in others):
+            raise UsageError("--name and --label choose among the jobs of this machine", "leave JOB, -H and others out")
+        going = [job.refresh() for job in my_jobs().list(0, options["name"], options["labels"])]
+        if not going:
+            raise UsageError("no job that runs has such a name and such labels", "distrun status lists the jobs")
+        return _stop(going, options)
     if options["launcher"]:
         return _in_engine(names, options)
     is_elsewhere = options["hostfile"] is not None or options["hosts"] is not None
@@ -102,7 +116,12 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
 def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Stop jobs that were launched on this machine; return the exit code."""
     jobs = my_jobs()
-    found = list({(job := jobs.get(name, prefers_living=True)).id: job.refresh() for name in names}.values())
+    found = {(job := jobs.get(name, prefers_living=True)).id: job.refresh() for name in names}
+    return _stop(list(found.values()), options)
+
+
+def _stop(found: Sequence[Job], options: Mapping[str, Any]) -> int:
+    """Stop jobs, after a question if there are several; return the exit code."""
     if options["dry_run"]:
         return _preview([job.folder for job in found], options)
     if len(found) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,23 +15,26 @@ import click
 
 from distrun import backends, formats, placement
 from distrun.cli import common
-from distrun.cli.common import current_folder, placed, report, takes
+from distrun.cli.common import GIVEN, JobCommand, current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.options import COPYING, ROWS, configured, members
+from distrun.options import BY_KEY, COPYING, MERGED, ROWS, Layer, Sourced, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
+    FILED,
     EngineOptions,
     JobRequest,
     Needs,
     Setting,
     forwarded,
-    given,
     parse_env,
     parse_env_file,
     parse_role_env,
+    read_text,
+    without_secrets,
 )
+from distrun.request import given as given_to
 from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
@@ -46,11 +50,14 @@ FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=JobCommand,
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+)
 @takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> int:
+def launch(ctx: click.Context, /, **options: Any) -> int:
     """Run COMMAND as a distributed job and wait for its end.
 
     \b
@@ -59,6 +66,10 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
       distrun launch -n 2 -s 2 -H hosts python train.py --kv-store dist_sync
       distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python train.py
       distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
+      distrun launch -f job.toml
+
+    What is not typed is taken from variables DISTRUN_..., a job file (-f), [tool.distrun] of pyproject.toml and
+    ~/.config/distrun/config.toml, in this order.
 
     Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
     single word with blanks or shell characters is run with bash -c. The exit code is 0 if all workers succeeded, else
@@ -69,6 +80,12 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     env = environ.snapshot()
     if options["quiet"] and options["verbosity"]:
         raise UsageError("-q and -v contradict each other")
+    given: Layer = ctx.meta[GIVEN]
+    command = options.pop("command")
+    if "run" in given:
+        command, options["shell"] = (given["run"].value,), True
+    elif not command and "command" in given:
+        command = given["command"].value
     level = "error" if options["quiet"] else "debug" if options["verbosity"] else "info"
     console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
     try:
@@ -97,7 +114,20 @@ def _launch(
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
         console.say(note)
     store = JobStore()
-    job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
+    given = _recordable(ctx.meta[GIVEN], found, console)
+    request = _request(command, options, console, launcher=launcher, found=found, env=env, given=given)
+    if options["print_config"]:
+        from distrun import jobfile
+
+        console.write_out(jobfile.write({key: Sourced(value, "") for key, value in given.items()}))
+        return 0
+    if len(command) > 1:
+        from distrun.cli import scriptcheck
+
+        warning = scriptcheck.check(request)
+        if warning:
+            console.say(warning, "warning")
+    job = plan_job(request, store)
     if not isinstance(job, QueuedJob):
         if options["shows"]:
             from distrun.jobs import choose
@@ -116,7 +146,9 @@ def _launch(
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
-        outlive_logout(["launch", "--in-scope", *ctx.obj[common.TYPED]])
+        words = ctx.obj[common.TYPED]
+        first = 1 if ctx.info_name == "rerun" else 0  # the job
+        outlive_logout([str(ctx.info_name), *words[:first], "--in-scope", *words[first:]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
@@ -170,6 +202,7 @@ def _request(
     launcher: str,
     found: Inventory | None,
     env: Mapping[str, str],
+    given: Mapping[str, Any],
 ) -> JobRequest:
     settings, notes = _collect_env(options, env)
     for note in notes:
@@ -179,7 +212,7 @@ def _request(
         settings = (*forwarded(env), *settings)
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
-    named = given(settings, "").get("DMLC_INTERFACE")
+    named = given_to(settings, "").get("DMLC_INTERFACE")
     interface = options["interface"] or (environ.text("DMLC_INTERFACE", env) if named is None else named.value)
     asked = members(options)
     engine = asked.pop("engine")
@@ -190,11 +223,11 @@ def _request(
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         limits=_limits(asked["limits"], options["start_timeout"]),
     )
-    if options["activate"]:
+    if options["activate"] or options["setup"]:
         from distrun import activation
 
-        asked["activate"] = activation.script(options["activate"])
-        asked["activated"] = activation.folders(options["activate"])
+        asked["activate"] = activation.script(options["activate"], setup=options["setup"])
+        asked["activated"] = None if options["setup"] else activation.folders(options["activate"])
     return JobRequest(
         **asked,
         command=command,
@@ -209,19 +242,41 @@ def _request(
         doctor=""
         if backends.load(launcher).is_engine
         else formats.join(["distrun", "doctor", *common.typed(options, found, (*common.REACH, *common.PYTHON))]),
+        given=given,
         dry_run=options["dry_run"],
     )
+
+
+def _recordable(given: Layer, found: Inventory | None, console: Console) -> dict[str, Any]:
+    """Return what was given in a form that may be written and launched again elsewhere: no secrets, whole paths."""
+    record: dict[str, Any] = {}
+    for key, (value, origin) in given.items():
+        row = BY_KEY.get(key)
+        if row is None:
+            record[key] = value
+        elif key in MERGED:
+            record[key], lost = without_secrets(key, value)
+            if lost and key != "env":
+                names = ", ".join(lost)
+                console.say(f"{row.name}: the value of {names} is not recorded; for a rerun, give it again", "debug")
+        elif key == "hostfile" and value == "-" and found is not None:
+            from distrun.hosts.ranges import fold
+
+            record["hosts"] = fold(list(found.names))  # what was on standard input has been read
+        elif not row.typed_only and origin not in environ.BY_NAME:
+            record[key] = _whole(value) if row.is_path else value
+    return record
+
+
+def _whole(paths: Any) -> Any:
+    return os.path.abspath(paths) if isinstance(paths, str) else tuple(map(os.path.abspath, paths))
 
 
 def _collect_env(options: Mapping[str, Any], outer: Mapping[str, str]) -> tuple[tuple[Setting, ...], list[str]]:
     """Return all settings in the order of precedence, files first, and notes for the user. Reads the files."""
     settings: list[Setting] = []
     for path in options["env_files"]:
-        try:
-            text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
-        except (OSError, ValueError) as err:
-            raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
-        settings += parse_env_file(text, path)
+        settings += parse_env_file(read_text("--env-file", path), path)
     named, notes = parse_env(options["env"], outer)
     settings += named
     for role in ROLES:
@@ -236,8 +291,12 @@ def _engine(asked: Mapping[str, Any], launcher: str, env: Mapping[str, str]) -> 
         WORKER: Needs(**asked[WORKER]),
         SERVER: Needs(**asked[SERVER]),
         "own": {name: value for name, value in asked["own"].items() if value},
-        "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
+        "config": {},
     }
+    if launcher not in ("local", "ssh"):
+        from distrun import jobfile
+
+        parts["config"] = jobfile.configured(launcher, env, common.engines)
     return EngineOptions(**{**asked, **parts})
 
 
@@ -262,12 +321,17 @@ def _rules(options: Mapping[str, Any]) -> CopyRules | None:
 
     check_folder(options["sync_dst_dir"])
     return make_rules(
-        [*_private(options["env_files"], current_folder()), *options["sync_exclude"]],
+        [*_private([*options["env_files"], *_filed(options["env"])], current_folder()), *options["sync_exclude"]],
         options["sync_gitignore"],
         options["sync_extra"],
         cwd=current_folder(),
         delete=options["sync_delete"],
     )
+
+
+def _filed(words: Sequence[str]) -> list[str]:
+    """Return the files that words of --env name."""
+    return [match[2] for word in words if (match := re.match(FILED, word, re.DOTALL))]
 
 
 def _private(paths: Sequence[str], cwd: str) -> list[str]:

@@ -197,7 +197,7 @@ INDEX_S = 0.5
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job")
+@click.argument("job", required=False)
 @click.argument("tasks", metavar="[TASK]...", nargs=-1)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
 @click.option("--merge", is_flag=True, help="All tasks in the order in which they printed, as launch shows them.")
@@ -208,7 +208,7 @@ INDEX_S = 0.5
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line: time, task, text ... Implies --merge.")
 @takes(count("-n/--lines", "Only the last N lines: of each task, or of all with --merge.", low=0, high=MOST_LINES))
 def logs(
-    job: str,
+    job: str | None,
     tasks: tuple[str, ...],
     *,
     follow: bool,
@@ -218,7 +218,7 @@ def logs(
     as_json: bool,
     lines: int | None,
 ) -> int:
-    """Show what JOB's tasks printed, stdout and stderr together.
+    """Show what JOB's tasks printed, stdout and stderr together. Without JOB: the latest job's.
 
     TASK is a name (worker-0) or a role (worker). The log of a single task is shown unchanged, several with prefixes,
     one task after the other; with --merge in the order in which they printed.

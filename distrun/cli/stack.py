@@ -25,11 +25,13 @@ class NoStacks(DistrunError):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job")
+@click.argument("job", required=False)
 @click.argument("tasks", metavar="[TASK]...", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: a member for each task.")
-def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
+def stack(job: str | None, tasks: tuple[str, ...], as_json: bool) -> int:
     """Show where JOB's tasks stand: the Python stacks of all their threads. Nothing is stopped.
+
+    Without JOB: of the latest job that runs.
 
     TASK is a name (worker-0) or a role (server). Without one: all workers. Equal stacks are shown once.
 

@@ -28,7 +28,7 @@ from distrun.cli.console import (
     width,
 )
 from distrun.errors import DistrunError, UsageError
-from distrun.options import HOSTS
+from distrun.options import HOSTS, LABELS
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.errors import JobStoreError
@@ -55,7 +55,8 @@ SHOWN = 20
     "-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest that are over."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --watch one a line for each change.")
-@takes(*HOSTS)
+@click.option("-o", "--output", type=click.Choice(["json", "name"]), help="As --json, or the ids only, one a line.")
+@takes(LABELS, *HOSTS)
 def status(
     job: str | None,
     *,
@@ -64,6 +65,8 @@ def status(
     is_ascii: bool = False,
     everything: bool = False,
     as_json: bool = False,
+    output: str | None = None,
+    labels: tuple[str, ...] = (),
     **options: Any,
 ) -> int:
     """Show my jobs: those that run, then the newest others; or JOB (an id, the beginning of one, or a name) in detail.
@@ -73,6 +76,7 @@ def status(
       distrun status
       distrun status calm-otter
       distrun status calm-otter -w
+      distrun status -l team=vision -o name
       distrun status --json | jq -r '.jobs[] | select(.state == "running") | .id'
       distrun status -H hosts          # what of mine is on these hosts, launched from any machine
 
@@ -82,17 +86,24 @@ def status(
     """
     if (plain or is_ascii) and not watch:
         raise UsageError("--plain and --ascii say how -w shows a job", "add -w")
-    if options.get("hostfile") is not None or options.get("hosts") is not None:
+    as_json = as_json or output == "json"
+    is_elsewhere = options.get("hostfile") is not None or options.get("hosts") is not None
+    if (labels or output == "name") and (watch or is_elsewhere or (labels and job is not None)):
+        raise UsageError("-l and -o name are for the list of jobs of this machine", "leave -w, -H and JOB out")
+    if is_elsewhere:
         if watch:
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     jobs = my_jobs()
     most = None if everything else SHOWN
+    if output == "name":
+        print_out("".join(f"{each.id}\n" for each in ([jobs.get(job)] if job else jobs.list(most, labels=labels))))
+        return 0
     watched = _watched(jobs, job, most, plain, is_ascii) if watch and not as_json else None
     if watched is not None:
         return watched
     if job is None:
-        return _list(jobs, most, watch, as_json)
+        return _list(jobs, most, watch, as_json, labels)
     found = jobs.get(job)
     if watch and as_json:
         return follow_job(found)
@@ -146,11 +157,11 @@ def look(is_ascii: bool) -> Appearance:
 # ---------------------------------------------------------------------- my jobs
 
 
-def _list(jobs: Jobs, most: int | None, watch: bool, as_json: bool) -> int:
+def _list(jobs: Jobs, most: int | None, watch: bool, as_json: bool, labels: Sequence[str] = ()) -> int:
     """Show the jobs of the store, `most` of those that are over; return the exit code."""
     if watch and as_json:
         return follow_jobs(jobs, most)
-    views, now = jobs.views(most), time.time()
+    views, now = jobs.views(most, labels), time.time()
     if as_json:
         print_json(SCHEMA, time=rfc3339(now), jobs=[view_as_json(each, now) for each in views])
         return 0

@@ -61,6 +61,7 @@ class Finding:
     column: int
     """In characters, from 1; 0: of no line."""
     code: str
+    """Empty: it has none."""
     text: str
     shown: str = ""
     """The line itself."""
@@ -68,7 +69,8 @@ class Finding:
     @property
     def head(self) -> str:
         """`file:line:col: CODE: text`."""
-        return f"{self.source}:{self.line}:{self.column}: {self.code}: {self.text}"
+        code = f"{self.code}: " if self.code else ""
+        return f"{self.source}:{self.line}:{self.column}: {code}{self.text}"
 
     def __str__(self) -> str:
         if not self.line:

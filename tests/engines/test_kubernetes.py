@@ -511,9 +511,9 @@ def test_where_jobsets_controller_does_not_run_a_job_is_not_left_waiting_for_it(
         assert done.code == 5, done.err
         assert f"({kind})" in done.err
         assert "nothing has made the Jobs of this one within 20 s" in done.err
-        assert "jobset = no in [kubernetes]" in done.err
+        assert "jobset = false in [kubernetes]" in done.err
         lab.nothing_stays()
-        done = lab.launch(*words, env=configured(lab, "jobset = no"))
+        done = lab.launch(*words, env=configured(lab, "jobset = false"))
         assert done.code == 0, done.err
         assert "(jobs)" in done.err
     finally:
@@ -584,5 +584,5 @@ def configured(lab: PodSite, line: str) -> dict[str, str]:
     """The variables of a launch with a line in the section of the configuration file."""
     config = lab.home_folder / "config" / "distrun"
     config.mkdir(parents=True)
-    (config / "config.ini").write_text(f"[kubernetes]\n{line}\n")
+    (config / "config.toml").write_text(f"[kubernetes]\n{line}\n")
     return {"XDG_CONFIG_HOME": str(config.parent)}

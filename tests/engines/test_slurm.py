@@ -284,7 +284,7 @@ def test_where_a_folder_is_shared_the_secret_is_in_a_file(lab: SlurmSite) -> Non
     shared: Path = lab.shared  # type: ignore[attr-defined]
     config = lab.home_folder / "config" / "distrun"
     config.mkdir(parents=True)
-    (config / "config.ini").write_text("[slurm]\nshared_folders = yes\n")
+    (config / "config.toml").write_text("[slurm]\nshared_folders = true\n")
     env = {"XDG_STATE_HOME": str(shared / "state"), "XDG_CONFIG_HOME": str(config.parent)}
     running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY, env=env)
     up(running, 2)

@@ -132,7 +132,7 @@ def test_why_yarn_ended_a_job_gives_its_code_memory_time_or_a_kill_from_outside(
 def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) -> None:
     config = tmp_path / "config" / "distrun"
     config.mkdir(parents=True)
-    (config / "config.ini").write_text("[yarn]\nshell = yes\nyarn = %s/yarn\n" % site.cluster.conf)
+    (config / "config.toml").write_text("[yarn]\nshell = true\nyarn = '%s/yarn'\n" % site.cluster.conf)
     env = {"XDG_CONFIG_HOME": str(config.parent)}
     done = site.launch("-n", "2", "-s", "0", 'echo "$RANK of $WORLD_SIZE"', env=env)
     assert done.code == 0, done.err

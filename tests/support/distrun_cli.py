@@ -52,6 +52,7 @@ class Distrun:
         outer.pop("CI", None)  # with it nothing is drawn in place
         self.env = {
             **outer,
+            "XDG_CONFIG_HOME": str(home / "config"),
             "XDG_STATE_HOME": str(home / "state"),
             "XDG_RUNTIME_DIR": str(home / "run"),
             **env,

@@ -220,7 +220,7 @@ def test_without_kubectl_a_job_is_only_shown(monkeypatch: pytest.MonkeyPatch, tm
     assert Kubernetes().prepare(dataclasses.replace(asked, is_dry=True)) == KubernetesPreparation()
     with pytest.raises(EngineError, match="kubectl is not on this machine") as found:
         Kubernetes().prepare(asked)
-    assert "kubectl = PATH in [kubernetes]" in found.value.hint
+    assert "kubectl = 'PATH' in [kubernetes]" in found.value.hint
     [only] = examined(Kubernetes())
     assert not only.ok
 
@@ -299,7 +299,7 @@ def test_doctor_says_whether_jobsets_are_used(tmp_path: Path, monkeypatch: pytes
         [line] = [each for each in examined(engine) if each.text.startswith("JobSets are ")]
         assert (line.text, line.ok) == (f"JobSets are {told}", is_ok)
     engine.options = options(config={**TELLS, "jobset": "no"})
-    assert "JobSets are not used: jobset = no" in [each.text for each in examined(engine)]
+    assert "JobSets are not used: jobset = false" in [each.text for each in examined(engine)]
 
 
 def listed(kind: str, marker: str, conditions: str) -> str:
@@ -851,7 +851,7 @@ def test_a_jobset_that_gets_no_jobs_is_deleted_and_says_what_to_do(monkeypatch: 
     engine.found["items"] = []
     with pytest.raises(EngineError, match="nothing has made the Jobs of this one within 20 s") as found:
         engine.submit(submission(options(), kind=JOBSETS), Script(commands=(("create",), ("secret",), ("patch",))))
-    assert "jobset = no in [kubernetes]" in found.value.hint
+    assert "jobset = false in [kubernetes]" in found.value.hint
     assert engine.asked.count("secret") == engine.asked.count("patch") == 0
     assert engine.counts(f"delete {JOBSETS}") == 1
 

@@ -127,7 +127,7 @@ def test_a_resource_that_is_not_defined_is_named_with_what_to_type() -> None:
     found = sge.SgePreparation(complexes=sge.parse_complexes(recorded("complexes.txt")))
     with pytest.raises(UsageError, match="no resource 'gpu'") as caught:
         sge.requests(submission(worker=Needs(gpus=1)), found)
-    assert "gpu = NAME" in caught.value.hint
+    assert "gpu = 'NAME'" in caught.value.hint
     named = submission(worker=Needs(memory=GIB), config={"memory": "mf"})
     assert sge.requests(named, found) == ["mf=1024M"]
 

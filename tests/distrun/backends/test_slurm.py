@@ -396,7 +396,7 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
     asked = submission(nowhere, servers=0)
     with pytest.raises(Exception, match="sinfo is not on this machine") as caught:
         Slurm().prepare(asked)
-    assert "bin = DIR" in getattr(caught.value, "hint", "")
+    assert "bin = 'DIR'" in getattr(caught.value, "hint", "")
     assert Slurm().prepare(dataclasses.replace(asked, is_dry=True)) == SlurmPreparation(most=(2,))
     inside = dataclasses.replace(asked, is_dry=True, outer={"SLURM_JOB_ID": "20"})
     assert "--jobid=20" in Slurm().render(dataclasses.replace(inside, found=Slurm().prepare(inside))).commands[0]

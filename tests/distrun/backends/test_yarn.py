@@ -373,11 +373,11 @@ def test_a_configuration_that_asks_for_the_shell_hears_of_no_services_api(
 ) -> None:
     rm.off = is_off
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EngineError, match=r"asks for YARN's distributed shell \(shell = yes\), and") as raised:
+    with pytest.raises(EngineError, match=r"asks for YARN's distributed shell \(shell = true\), and") as raised:
         Yarn().prepare(submission(**of(rm, config={"shell": "yes", "yarn": "/opt/yarn"})))
     assert str(raised.value).endswith("there is no program `/opt/yarn` here")
     assert "services API" not in str(raised.value)
-    assert raised.value.hint.endswith("or leave shell = yes out")
+    assert raised.value.hint.endswith("or leave shell = true out")
 
 
 def test_a_project_is_refused(rm: Rm) -> None:
@@ -612,7 +612,7 @@ def test_what_the_shell_says_of_a_refusal_is_told(rm: Rm, stub: Path, tmp_path: 
 def test_the_doctor_says_that_the_shell_is_used(rm: Rm, stub: Path) -> None:
     engine = Yarn()
     rm.off = True
-    for config, why in (({}, "services API is off"), ({"shell": "yes"}, "(shell = yes)")):
+    for config, why in (({}, "services API is off"), ({"shell": "yes"}, "(shell = true)")):
         engine.options = EngineOptions(config={"rm": rm.server.url, "hdfs": rm.server.url, **config})
         [found] = [each for each in engine.examine() if "distributed shell is used" in each.text]
         assert found.ok

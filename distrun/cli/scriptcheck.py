@@ -1,0 +1,112 @@
+"""Looks at the Python script of a launch before anything is submitted, copied or started: is it there, can it be read?
+
+Only what is certain is an error. What hosts may have otherwise, or another Python may take, is a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import warnings
+from collections.abc import Sequence
+
+from distrun.errors import PlacedError, UsageError
+from distrun.hosts.grammar import Finding
+from distrun.request import JobRequest, given
+from distrun_runtime.contract.plan import WORKER
+
+LIMIT_S = 20.0
+"""How long the job's Python may take to read the script."""
+_PYTHON = r"(?:.*/)?python[\d.]*\Z"
+_COMPILE = "import sys; compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec')"
+
+
+class InvalidScriptError(PlacedError):
+    """The script has a syntax error."""
+
+    what = "the script"
+
+
+def check(request: JobRequest) -> str:
+    """Check the script that workers run, if the command is Python with one; return a warning, or an empty text.
+
+    Reads the script. If this Python finds a syntax error, the job's Python is asked, if it is on this machine.
+
+    Raises:
+        UsageError: it is certain that the workers could not run it.
+    """
+    script = _script(request.command) if request.shell is not True else ""
+    is_here = request.launcher == "local"
+    is_copied = bool(request.sync_rules and request.sync_dst_dir) and not os.path.isabs(script)
+    specs = request.hosts.specs if request.hosts else ()
+    moves = request.activated is None or any(spec.workdir for spec in specs)
+    if not script or moves or not (is_here or is_copied) or (request.sync_rules and request.sync_rules.extra):
+        return ""
+    path = os.path.join(request.cwd, script)
+    wrong: UsageError | None = None
+    if not os.path.exists(path):
+        wrong = UsageError(f"there is no {script} in {request.cwd}, where the job starts", _near(path))
+        if is_copied:
+            wrong = UsageError(f"there is no {script} in {request.cwd}, which is copied to the hosts", _near(path))
+    elif os.path.isfile(path) and (finding := _syntax(path, script)) is not None:
+        if not is_here:
+            return f"{finding.head} (by this Python)"
+        if _fails(request, path):
+            wrong = InvalidScriptError(str(finding))
+    if wrong is None:
+        return ""
+    if request.dry_run:
+        return str(wrong)
+    raise wrong
+
+
+def _script(command: Sequence[str]) -> str:
+    """Return the script of `python [options] SCRIPT ...`; empty if the command is something else. No side effects."""
+    if not re.match(_PYTHON, command[0]):
+        return ""
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-"):
+            return word
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(words, "")
+        elif word == "-" or (not word.startswith("--") and re.search("[cmhV?]", word)):
+            return ""
+    return ""
+
+
+def _near(path: str) -> str:
+    import difflib  # for a mistake only
+
+    folder, name = os.path.split(path)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else "name a script that is there, or change to its folder"
+
+
+def _syntax(path: str, shown: str) -> Finding | None:
+    """Return the first syntax error of a script by this Python."""
+    try:
+        with open(path, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(file.read(), path, "exec", dont_inherit=True)
+    except SyntaxError as err:
+        line = (err.text or "").partition("\n")[0]
+        return Finding(shown, err.lineno or 1, err.offset or 1, "", f"{type(err).__name__}: {err.msg}", line)
+    except (OSError, ValueError, RecursionError, MemoryError):
+        pass  # whoever runs it meets it
+    return None
+
+
+def _fails(request: JobRequest, path: str) -> bool:
+    """Return whether the job's Python, on this machine, cannot read the script either."""
+    env = {**request.outer, **{name: each.value for name, each in given(request.settings, WORKER).items()}}
+    words = [request.command[0], "-c", _COMPILE, path]
+    try:
+        done = subprocess.run(
+            words, env=env, cwd=request.cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return b"Error" in done.stderr and done.returncode == 1

@@ -1,0 +1,135 @@
+"""`launch -f`, `--print-config`, `config` and `rerun`: where the options of a launch come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from distrun_cli import Distrun
+
+GOLDEN = Path(__file__).parent / "golden"
+JOB = """\
+workers = 2
+servers = 0
+launcher = "local"
+name = "small"
+run = '''
+echo "$GREETING $WHO"
+echo "secret: $KEY"
+'''
+setup = "export WHO=you"
+[env]
+GREETING = "hello"
+KEY = {file = "key.txt"}
+[profile.one]
+workers = 1
+"""
+
+
+@pytest.fixture
+def job(distrun: Distrun) -> Distrun:
+    """A folder with a job file."""
+    (distrun.work / "job.toml").write_text(JOB)
+    (distrun.work / "key.txt").write_text("s3cret\n")
+    return distrun
+
+
+def config(distrun: Distrun, *words: str, **env: str) -> str:
+    done = distrun.answer("config", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def golden(name: str, shown: str, distrun: Distrun) -> None:
+    for folder, name_of_it in ((distrun.work, "FOLDER"), (distrun.home, "HOME")):
+        shown = shown.replace(str(folder), name_of_it)
+    if os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1":
+        (GOLDEN / name).write_text(shown)
+    assert shown == (GOLDEN / name).read_text(), "it changed; if on purpose: DISTRUN_UPDATE_GOLDEN=1"
+
+
+def test_a_job_file_is_launched_and_its_record_again_with_other_options(job: Distrun) -> None:
+    done = job.run("launch", "-f", "job.toml")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(" | ")[2] for line in done.stdout.decode().splitlines()]
+    assert sorted(lines) == ["hello you", "hello you", "secret: s3cret", "secret: s3cret"]
+    again = job.run("rerun", "small", "-n", "1", "--env", "GREETING=bye", "--no-prefix", cwd=job.home)
+    assert again.stdout == b"bye you\nsecret: s3cret\n", again.stderr
+    last = job.run("rerun", "small", "--no-prefix", 'echo "$GREETING"', cwd=job.home)
+    assert last.stdout == b"bye\n"
+    records = [json.loads((folder / "request.json").read_text()) for folder in job.jobs]
+    assert [record["given"]["workers"] for record in records] == ["2", "1", "1"]
+    assert "s3cret" not in json.dumps(records)
+
+
+def test_what_print_config_prints_is_a_job_file_and_nothing_starts(job: Distrun) -> None:
+    words = ("--profile", "one", "--env", "API_KEY=s3cret", "--timeout", "90", "--print-config")
+    done = job.answer("launch", "-f", "job.toml", *words)
+    golden("print-config.toml", done.stdout.decode(), job)
+    (job.work / "again.toml").write_bytes(done.stdout)
+    assert job.answer("launch", "-f", "again.toml", "--print-config").stdout == done.stdout
+    assert not job.jobs
+
+
+def test_config_says_where_each_value_was_given(job: Distrun) -> None:
+    (job.home / "pyproject.toml").write_text("[tool.distrun]\nworkers = 7\ntimeout = 60\n")
+    user = job.home / "config" / "distrun"
+    user.mkdir(parents=True)
+    (user / "config.toml").write_text(
+        "timeout = 1\nhosts = ['x']\n[slurm]\nargs = '-Q'\n[profile.one]\ngrace = 3\nworkers = 9\n"
+    )
+    env = {"DISTRUN_NAME": "mine", "DISTRUN_DETACH": "1", "DISTRUN_OP_TIMEOUT": "5"}
+    golden("config.toml", config(job, "-f", "job.toml", "--profile", "one", "--show-origin", **env), job)
+    assert 'name = "mine"\n' in config(job, **env)
+
+
+def test_a_command_on_the_command_line_takes_the_place_of_the_files(job: Distrun) -> None:
+    done = job.answer("launch", "-f", "job.toml", "--dry-run", "--json", "echo", "a b")
+    assert json.loads(done.stdout)["tasks"][0]["argv"] == ["echo", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (("launch", "-f", "nothing.toml"), {}, "cannot read nothing.toml: No such file or directory"),
+        (("launch", "-f", "job.toml", "--profile", "two"), {}, "there is no profile 'two'; the files have one"),
+        (("launch", "true"), {"DISTRUN_WORKERS": "x"}, "DISTRUN_WORKERS: expected a whole number from 1 to 65536"),
+        (("launch", "true"), {"DISTRUN_DETACH": "yes"}, "DISTRUN_DETACH: expected a whole number from 0 to 1"),
+        (("launch", "-f", "bad.toml"), {}, "1 error in the job file or configuration"),
+        (("launch", "-n", "1", "--env", "A@nothing", "true"), {}, "--env: cannot read 'nothing'"),
+        (("rerun",), {}, "Missing argument 'JOB'"),
+        (("rerun", "-n", "2"), {}, "The job comes first"),
+        (("rerun", "no-job"), {}, "no job 'no-job'"),
+    ],
+)
+def test_a_source_that_is_wrong_ends_with_2(
+    job: Distrun, words: tuple[str, ...], env: dict[str, str], message: str
+) -> None:
+    (job.work / "bad.toml").write_text("workrs = 1\n")
+    done = job.answer(*words, env=env)
+    assert done.returncode == 2
+    assert message in done.stderr.decode()
+
+
+def test_variables_of_a_task_are_no_options_of_a_launch_in_it(distrun: Distrun) -> None:
+    env = {"DISTRUN_RUN_DIR": "/nowhere", "DISTRUN_HOST": "x", "DISTRUN_RANK": "1"}
+    assert config(distrun, **env) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
+def test_a_pyproject_toml_of_another_user_is_ignored(distrun: Distrun) -> None:
+    (distrun.work / "pyproject.toml").write_text("[tool.distrun]\nworkers = 7\n")
+    assert config(distrun) == "workers = 7\n"
+    os.chown(distrun.work / "pyproject.toml", 4711, -1)
+    done = distrun.answer("config")
+    assert done.stdout == b""
+    assert b"pyproject.toml is ignored: it belongs to another user" in done.stderr
+
+
+def test_files_of_secrets_are_not_copied(distrun: Distrun) -> None:
+    (distrun.work / "key.txt").write_text("s3cret\n")
+    words = ("launch", "-n", "1", "--hosts", "d1", "--sync-dst-dir", "/x", "--dry-run", "--json")
+    assert json.loads(distrun.answer(*words, "true").stdout)["sync"]["files"] == 1
+    assert json.loads(distrun.answer(*words, "--env", "KEY@key.txt", "true").stdout)["sync"]["files"] == 0
