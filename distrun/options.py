@@ -492,6 +492,14 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
             variable="DISTRUN_START_TIMEOUT",
             member="start_timeout_s",
         ),
+        seconds(
+            "--wait-for-hosts",
+            "Seconds to wait for hosts that are not up yet, before anything is copied. [default: none]",
+            member="wait_for_hosts_s",
+            low=0,
+            default=0.0,
+            launchers=NO_ENGINES,
+        ),
         _limit("--suspect-after", "suspect_s", "Silence after which a host is reported as suspect.", facts.SUSPECT_S),
         _limit(
             "--lost-after",

@@ -144,6 +144,8 @@ class JobRequest:
     limits: Limits = field(default_factory=Limits)
     reconnect: bool = False
     """Tasks of a host whose connection is cut go on until its agent's lease ends, and the connection is made again."""
+    wait_for_hosts_s: float = 0.0
+    """How long hosts that are not up yet are waited for."""
     op_timeout_s: float | None = None
     start_timeout_s: float | None = None
     """For the stores; `limits.start_s` is the launcher's own."""

@@ -152,6 +152,11 @@ def _launch(
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
+    if request.wait_for_hosts_s and found is not None and not isinstance(job, QueuedJob):
+        from distrun.cli import hostwait
+
+        argv = hostwait.question(options, found, env)
+        hostwait.wait([host.name for host in job.plan.hosts], argv, request.wait_for_hosts_s, console.say)
     folder = launching.create(store, job)
     counts = (0, 0) if isinstance(job, QueuedJob) else (len(job.plan.all_places), len(job.plan.tasks))
     console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
