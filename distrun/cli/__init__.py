@@ -35,6 +35,7 @@ COMMANDS = {
     "stack": ("distrun.cli.stack:stack", "Show where a running job's tasks stand: their Python stacks."),
     "wait": ("distrun.cli.attach:wait", "Wait for a job's end; the exit code is the job's."),
     "detach": ("distrun.cli.attach:detach", "Let a job go on without the terminal that launched it."),
+    "fetch": ("distrun.cli.fetch:fetch", "Copy files of a job's hosts to this machine."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),
     "gc": ("distrun.cli.gc:gc", "Remove the folders of jobs that are over."),
     "sync": ("distrun.cli.sync:sync", "Copy the current directory to all hosts."),

@@ -18,7 +18,7 @@ from distrun.cli import common
 from distrun.cli.common import GIVEN, JobCommand, current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
-from distrun.errors import UsageError
+from distrun.errors import DistrunError, UsageError
 from distrun.options import BY_KEY, COPYING, MERGED, ROWS, Layer, Sourced, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
+NOT_BEGUN = (facts.PREFLIGHT, facts.SYNC, facts.SUBMIT, facts.START_FAILED)
+"""Reasons of the end of a job whose tasks have written nothing."""
 
 
 @click.command(
@@ -163,8 +165,11 @@ def _launch(
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console)
     console.end_output()
+    fetched = 0
+    if options["fetch"] and outcome.reason not in NOT_BEGUN and not folder.is_unplanned:
+        fetched = _fetch(folder, options, console)
     if not outcome.exit_code and not options["as_json"]:
-        return 0
+        return fetched
     tail = report(outcome, folder, options["as_json"], console)
     if outcome.exit_code and not misplaced:
         from distrun.cli import hints
@@ -172,7 +177,20 @@ def _launch(
         hint = hints.afterwards(command, outcome, tail, ctx)
         if hint:
             console.write_err(f"distrun: hint: {hint}\n")
-    return outcome.exit_code
+    return outcome.exit_code or fetched
+
+
+def _fetch(folder: JobFolder, options: Mapping[str, Any], console: Console) -> int:
+    """Copy files of the hosts here; return the exit code."""
+    from distrun.jobs import Job
+
+    try:
+        Job(folder, console.say).fetch(*options["fetch"], to=options["fetch_to"])
+    except (DistrunError, OSError, KeyboardInterrupt) as err:
+        for line in (str(err) or f"interrupted; to go on: distrun fetch {folder.id}").splitlines():
+            console.say(f"--fetch: {line}", "error")
+        return facts.EXIT_INTERRUPTED if isinstance(err, KeyboardInterrupt) else facts.EXIT_SYNC
+    return 0
 
 
 def _leave(
@@ -183,6 +201,8 @@ def _leave(
         is_queued = isinstance(job, QueuedJob)
         how = f"{job.backend.name} has it; to follow it" if is_queued else "all tasks run; to follow them"
         console.say(f"{how}: distrun attach {folder.id}")
+        if job.request.given.get("fetch"):
+            console.say(f"--fetch is for you to do, when it is over: distrun fetch {folder.id}")
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
