@@ -62,6 +62,11 @@ def save(path: Path, model: Any, optimizer: Any = None, scheduler: Any = None, *
     for name, each in states.items():
         try:
             found[name] = each.state_dict()
+            if _is_sharded(found[name]):
+                raise KVError(
+                    f"the state of {name} is sharded, as FSDP2 does it, and rank 0 has a part of it; fix: save it with"
+                    " torch.distributed.checkpoint"
+                )
         except Exception as err:  # the other workers call those that follow
             failure = failure or err
     streams = _of_all(kv, _streams(), failure, what)
@@ -143,6 +148,13 @@ def _sorted(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]
 
 def _has_state(each: Any) -> bool:
     return hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+
+
+def _is_sharded(state: Any) -> bool:
+    """Return whether a state holds a DTensor."""
+    if isinstance(state, (Mapping, list, tuple)):
+        return any(map(_is_sharded, state.values() if isinstance(state, Mapping) else state))
+    return hasattr(state, "full_tensor")
 
 
 def _plain(value: Any) -> Any:

@@ -33,6 +33,7 @@ import sys
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 import distrun_runtime.torch as dt
 
 DATA = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(24, 4).sin(), torch.arange(24.0).reshape(24, 1).cos())
@@ -99,7 +100,10 @@ dt.save(PATH + "-served", net, opts[0])
 dt.resume(PATH + "-served", other, opts[1])
 print("bit by bit on servers", torch.equal(net.weight, other.weight))
 
+torch.distributed.init_process_group("distrun")
+sharded = fully_shard(nn.Linear(2, 2))
 for act in (
+    lambda: dt.save(PATH, sharded),
     lambda: dt.save(PATH, again.net, part=Stateless(), other=opts[0]),
     lambda: dt.mean(rank, weight=-rank),
     lambda: dt.save(PATH + "/x", again.net),
@@ -146,6 +150,7 @@ def test_workers_go_on_bit_by_bit_with_random_numbers_of_their_own_and_agree_on_
     assert said == [
         ("0 could not read", "NotADirectoryError"),
         ("0 could not save", "NotADirectoryError"),
+        ("0 could not save", "KVError"),
         ("1 could not save", "KeyError"),
     ]
 
