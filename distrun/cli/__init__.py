@@ -44,6 +44,7 @@ COMMANDS = {
         "Write files that make a cluster: containers, machines, clouds.",
     ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
+    "completion": ("distrun.cli.completion:completion", "Print the script by which a shell completes distrun."),
 }
 
 
