@@ -389,7 +389,20 @@ def _expanded(path: str) -> str:
 def _launchers(typed: Typed, word: str) -> Iterator[Value]:
     from distrun import backends
 
-    return ((name, "") for name in backends.names())
+    names = backends.names() if _is_registered(backends.ENTRY_POINTS) else ("local", "ssh", *backends.ENGINES)
+    return ((name, "") for name in names)
+
+
+def _is_registered(group: str) -> bool:
+    """Whether any distribution has entry points of a group. To load them all takes longer than a user waits."""
+    for folder in sys.path:
+        try:
+            names = [name for name in os.listdir(folder) if name.endswith(".dist-info")]
+        except OSError:
+            continue
+        if any(f"[{group}]" in _text_of(os.path.join(folder, name, "entry_points.txt")) for name in names):
+            return True
+    return False
 
 
 def _templates(typed: Typed, word: str) -> Iterator[Value]:

@@ -201,6 +201,14 @@ def test_a_thousand_jobs_are_answered_with_few_modules_and_files(distrun: Distru
     assert (modules <= 90, own <= 12, files) == (True, True, NAMED), counts
 
 
+def test_launchers_of_other_distributions_complete(distrun: Distrun) -> None:
+    (distrun.home / "mine-1.dist-info").mkdir()
+    (distrun.home / "mine-1.dist-info" / "entry_points.txt").write_text("[distrun.backends]\nmine = mine:Mine\n")
+    argv = [*distrun.argv("_complete", "fish", "launch", "--launcher=m")]
+    done = subprocess.run(argv, env={**distrun.env, "PYTHONPATH": str(distrun.home)}, capture_output=True, check=True)
+    assert done.stdout == b"values 11\nmpi\nmine\n"
+
+
 def test_what_cannot_be_read_is_left_out(distrun: Distrun) -> None:
     os.mkfifo(distrun.work / "fifo")
     (distrun.work / "wrong").write_text("h1 slots=x\n")
