@@ -42,7 +42,7 @@ Value = tuple[str, str]
 """What may be typed, and what it means."""
 
 
-class Option(NamedTuple):
+class OptionRow(NamedTuple):
     """A row of the table below a command."""
 
     names: Sequence[str]
@@ -51,14 +51,14 @@ class Option(NamedTuple):
     help: str
 
 
-class Command(NamedTuple):
+class CommandRow(NamedTuple):
     """A command of the table."""
 
     name: str
     help: str
     arguments: Sequence[str]
     """The kinds of its arguments; the last one may be `KIND...`, any number of them."""
-    options: Sequence[Option]
+    options: Sequence[OptionRow]
 
 
 class Typed(NamedTuple):
@@ -73,7 +73,7 @@ class Typed(NamedTuple):
         return self.values.get(name, ("",))[-1]
 
 
-class Answer(NamedTuple):
+class Completions(NamedTuple):
     """See the module."""
 
     what: str
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def _text(found: Answer, lines: Iterable[str]) -> str:
+def _text(found: Completions, lines: Iterable[str]) -> str:
     return "\n".join([f"{found.what} {found.number}", *lines, ""])
 
 
@@ -111,7 +111,7 @@ def _for_bash(line: str) -> str:
     words, quote, kept = split(line)
     found = answer(words[1:])
     if found == ("command", len(words) - 1, ()):  # the command's own first word
-        found = Answer("programs", 0)
+        found = Completions("programs", 0)
     lines = []
     for value, _ in found.values:
         whole = words[-1][: found.number] + value
@@ -155,14 +155,14 @@ def split(line: str) -> tuple[list[str], str, int]:
 # ---------------------------------------------------------------------- what may be typed
 
 
-def answer(words: Sequence[str]) -> Answer:
+def answer(words: Sequence[str]) -> Completions:
     """Return what may stand in the place of the last of the words that follow the program's name."""
     *before, current = words or [""]
     table = _table()
     command = table["distrun"]
     values: dict[str, list[str]] = {}
     arguments: list[str] = []
-    waiting: Option | None = None
+    waiting: OptionRow | None = None
     is_over = False  # `--`: no options any more
     for at, word in enumerate(before, 1):
         if waiting is not None:
@@ -175,7 +175,7 @@ def answer(words: Sequence[str]) -> Answer:
         elif f"{command.name} {word}" in table:
             command, values = table[f"{command.name} {word}"], {}
         elif _kind(command, len(arguments)) == "command":
-            return Answer("command", at)
+            return Completions("command", at)
         else:
             arguments.append(word)
     typed = Typed(values, arguments)
@@ -186,35 +186,35 @@ def answer(words: Sequence[str]) -> Answer:
         name, equals, value = current.partition("=")
         if equals:
             option = _option(command, name)
-            return _of_kind(option.kind, typed, value, len(name) + 1) if option else Answer("values", 0)
-        return Answer("values", 0, _begin(current, _options(command, values)))
+            return _of_kind(option.kind, typed, value, len(name) + 1) if option else Completions("values", 0)
+        return Completions("values", 0, _begin(current, _options(command, values)))
     below = [(name.split()[-1], each.help) for name, each in table.items() if name.rpartition(" ")[0] == command.name]
     if below:  # else a word that is no command was typed
-        return Answer("values", 0, () if arguments else _begin(current, below))
+        return Completions("values", 0, () if arguments else _begin(current, below))
     if not kind:
-        return Answer("values", 0, _begin(current, _options(command, values)))
-    return Answer("command", len(words)) if kind == "command" else _of_kind(kind, typed, current, 0)
+        return Completions("values", 0, _begin(current, _options(command, values)))
+    return Completions("command", len(words)) if kind == "command" else _of_kind(kind, typed, current, 0)
 
 
-def _table() -> dict[str, Command]:
-    found: dict[str, Command] = {}
-    options: list[Option] = []
+def _table() -> dict[str, CommandRow]:
+    found: dict[str, CommandRow] = {}
+    options: list[OptionRow] = []
     with open(os.path.join(FOLDER, "table.tsv"), encoding="utf-8") as file:
         for line in file:
             name, *cells = line.rstrip("\n").split("\t")
             if name:
                 options = []
-                found[name] = Command(name, cells[0], cells[1].split(), options)
+                found[name] = CommandRow(name, cells[0], cells[1].split(), options)
             else:
-                options.append(Option(cells[0].split(), cells[1], cells[2] == "+", cells[3]))
+                options.append(OptionRow(cells[0].split(), cells[1], cells[2] == "+", cells[3]))
     return found
 
 
-def _option(command: Command, name: str) -> Option | None:
+def _option(command: CommandRow, name: str) -> OptionRow | None:
     return next((option for option in command.options if name in option.names), None)
 
 
-def _note(command: Command, word: str, values: dict[str, list[str]]) -> Option | None:
+def _note(command: CommandRow, word: str, values: dict[str, list[str]]) -> OptionRow | None:
     """Note an option that was typed; return it if the next word is its value."""
     name, equals, value = word.partition("=")
     option = _option(command, name)
@@ -231,31 +231,31 @@ def _note(command: Command, word: str, values: dict[str, list[str]]) -> Option |
     return None
 
 
-def _options(command: Command, values: Mapping[str, object]) -> Iterator[Value]:
+def _options(command: CommandRow, values: Mapping[str, object]) -> Iterator[Value]:
     for option in command.options:
         if option.repeats or option.names[0] not in values:
             yield from ((name, option.help) for name in option.names)
 
 
-def _kind(command: Command, at: int) -> str:
+def _kind(command: CommandRow, at: int) -> str:
     """Return the kind of an argument; empty: there is none any more."""
     last = command.arguments[-1] if command.arguments else ""
     kind = command.arguments[at] if at < len(command.arguments) else last if last.endswith("...") else ""
     return kind.removesuffix("...")
 
 
-def _of_kind(kind: str, typed: Typed, word: str, kept: int) -> Answer:
+def _of_kind(kind: str, typed: Typed, word: str, kept: int) -> Completions:
     """Return the values of a kind that begin as the word does; `kept`: characters of the whole word in front of it."""
     if kind in ("files", "dirs"):
-        return Answer(kind, kept)
+        return Completions(kind, kept)
     if kind.startswith("="):
-        return Answer("values", kept, _begin(word, ((each, "") for each in kind[1:].split(","))))
+        return Completions("values", kept, _begin(word, ((each, "") for each in kind[1:].split(","))))
     if kind == "hosts":
         before, comma, word = word.rpartition(",")
         kept += len(before + comma)
     values = _VALUES[kind](typed, word) if kind in _VALUES else ()
     safe = ((value, _shown(help)) for value, help in values if not value.startswith("-") and value.isprintable())
-    return Answer("values", kept, list(dict.fromkeys(_begin(word, safe))))
+    return Completions("values", kept, list(dict.fromkeys(_begin(word, safe))))
 
 
 def _shown(help: str) -> str:

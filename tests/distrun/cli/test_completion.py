@@ -15,20 +15,21 @@ import pytest
 from distrun_cli import Distrun
 from terminal import Session
 
-from distrun.completion import NAMED
+from distrun.completion import NAMED, answer, split
 
-TAB, EVERY, SHOW, CLEAR = "\t", "\x18a", "\x07", "\x15"
+TAB, EVERY, SHOW = "\t", "\x18a", "\x07"
+"""Keys. The last one also clears the line: Ctrl-U would be the terminal's own while the shell does not read."""
 RC = {
     "bash": r"""
 source <(distrun completion bash)
-bind -x '"\C-g": printf "\n[[%s]]\n" "$READLINE_LINE"'
+bind -x '"\C-g": printf "\n[[%s]]\n" "$READLINE_LINE"; READLINE_LINE='
 bind '"\C-xa": insert-completions'
 bind 'set bell-style none'
 PS1='READY> '
 """,
     "zsh": r"""
 autoload -U compinit; compinit -u -D; eval "$(distrun completion zsh)"
-show() { print -r; print -r -- "[[$BUFFER]]"; zle -I }; zle -N show; bindkey '^G' show
+show() { print -r; print -r -- "[[$BUFFER]]"; BUFFER= }; zle -N show; bindkey '^G' show
 every() { _main_complete; compstate[insert]=all; compstate[list]= }; zle -C every complete-word every
 bindkey '^Xa' every
 unsetopt beep; PS1='READY> '
@@ -80,7 +81,6 @@ class Shell:
         shown = self.session.shown.count("]]\r\n")
         self.session.type(line + key + SHOW)
         self.session.expect("]]\r\n", shown + 1)
-        self.session.type(CLEAR)
         buffer = self.session.shown.rpartition("[[")[2].partition("]]\r\n")[0]
         return shlex.split(buffer)[len(shlex.split(line.rpartition(" ")[0])) :]
 
@@ -163,6 +163,29 @@ def test_options_are_shown_with_their_help(shell: Shell) -> None:
         argv = ["fish", "--no-config", "-c", "distrun completion fish | source; complete -C 'distrun launch --sync-g'"]
         done = subprocess.run(argv, env=shell.env, capture_output=True, check=True)
         assert done.stdout == b"--sync-gitignore\tCopy what git would add, and nothing else.\n"
+
+
+def test_a_command_begins_behind_options_and_their_values() -> None:
+    for line in (
+        "launch -n4 -vq x.py ",
+        "launch --env-file x -- x.py ",
+        "exec --timeout 3 x.py ",
+        "rerun j -n=4 x.py a",
+    ):
+        found = answer(line.split(" "))
+        assert (found.what, line.split(" ")[found.number - 1]) == ("command", "x.py"), line
+
+
+def test_an_option_is_not_offered_again_unless_it_is_repeatable() -> None:
+    offered = {value for value, _ in answer(["launch", "-n", "2", "--env", "A=1", "-"]).values}
+    assert offered & {"-n", "--num-workers", "--env", "--detach"} == {"--env", "--detach"}
+
+
+def test_what_bash_gives_is_read_as_bash_reads_it() -> None:
+    assert split("distrun kill a\\ b") == (["distrun", "kill", "a b"], "", 0)
+    assert split("distrun kill 'x y' \"a:'b") == (["distrun", "kill", "x y", "a:'b"], '"', 0)
+    assert split("distrun launch --env=K=v") == (["distrun", "launch", "--env=K=v"], "", 8)
+    assert split("distrun launch --hosts=a,'b") == (["distrun", "launch", "--hosts=a,b"], "'", 10)
 
 
 COUNTING = """
