@@ -46,6 +46,7 @@ COMMANDS = {
     ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
     "help": ("distrun.cli.help:explain", "Explain exit codes, hosts files, placement and other topics."),
+    "completion": ("distrun.cli.completion:completion", "Print the script by which a shell completes distrun."),
 }
 
 
