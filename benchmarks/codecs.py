@@ -306,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=9, help="repetitions (default 9, after 1 to warm up)")
     parser.add_argument("--runs", type=int, default=5, help="runs of the rounds (default 5; 0: no rounds)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 2 to warm up)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 6 to warm up)")
     parser.add_argument("--before", default="", help="a checkout of an earlier version, measured beside this one")
     parser.add_argument("--before-name", default="none", help="what the page calls that version")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="the peers' environments")

@@ -147,7 +147,7 @@ def main() -> None:
     """Measure, print the tables, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="runs of everything (default 5)")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds a run (default 6, after 2 to warm up)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds a run (default 6, after 6 to warm up)")
     parser.add_argument("--magnitudes", nargs="*", type=float, default=[1.0, 1e-6], help="of the rounds' gradients")
     parser.add_argument("--model", default="one", help="a model, or KEYSxFLOATS; the page has `one` (default)")
     parser.add_argument("-n", "--workers", type=int, default=2)

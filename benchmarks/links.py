@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--links", required=True, help="what limits them, for the heading of the section")
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS), help="rows (default: all)")
     parser.add_argument("--model", default="resnet50", help="one of peers/shapes.py (default resnet50)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds a run (default 5, after 2 to warm up)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds a run (default 5, after 6 to warm up)")
     parser.add_argument("--runs", type=int, default=3, help="runs of every work (default 3)")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")

@@ -180,7 +180,7 @@ def main() -> None:
     """Measure, print the table, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", type=int, default=4, help="micro-batches (default 4)")
-    parser.add_argument("--steps", type=int, default=8, help="steps a run (default 8, after 2 to warm up)")
+    parser.add_argument("--steps", type=int, default=8, help="steps a run (default 8, after 6 to warm up)")
     parser.add_argument("--runs", type=int, default=3, help="runs of every row (default 3)")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")

@@ -289,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS), help="rows (default: all)")
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 2 to warm up)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 6 to warm up)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)

@@ -74,7 +74,7 @@ def main() -> None:
     """Measure, print the table, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=600_000, help="of the table (default 600000)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 2 to warm up)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 6 to warm up)")
     parser.add_argument("--runs", type=int, default=5, help="runs (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)

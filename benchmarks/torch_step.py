@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="rows (default: all)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="columns (default: all)")
-    parser.add_argument("--steps", type=int, default=20, help="steps a run (default 20, after 2 to warm up)")
+    parser.add_argument("--steps", type=int, default=20, help="steps a run (default 20, after 6 to warm up)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)

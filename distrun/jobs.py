@@ -44,6 +44,7 @@ from distrun_runtime.errors import JobStoreError, NoSuchJob, WireError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
+    from distrun.fetching import HostFetch
     from distrun.killing import Killed, RemovedJob
     from distrun.request import JobRequest
     from distrun.requesting import Request
@@ -454,6 +455,30 @@ class Job:
                 time.sleep(POLL_S)
             yield from output.pieces()
             yield from output.last()
+
+    def fetch(self, *paths: str, to: str = "", source: str = "") -> Sequence[HostFetch]:
+        """Copy files of its hosts here: to `to/HOST/PATH`, or to `to/PATH` if all hosts have one folder.
+
+        Args:
+            *paths: patterns (`out/*`), seen from the folder in which its tasks start; without any: those of --fetch.
+            to: a folder here; empty: one that is called as the job, in the current folder.
+            source: another folder on the hosts.
+
+        Returns:
+            What came from each host.
+
+        Raises:
+            SyncError: not all files came; the others are here.
+            UsageError: a path is not below that folder, none is given, or the hosts cannot be asked.
+        """
+        from distrun import fetching
+        from distrun.options import parse_fetched
+
+        given = (self.folder.request() or {}).get("given") or {}
+        wanted = [parse_fetched("PATH", path) for path in paths or given.get("fetch", ())]
+        if not wanted:
+            raise UsageError("no files are named", f"distrun fetch {self.id} 'out/*'")
+        return fetching.fetch(self.folder, wanted, to or self.id, source, self.say)
 
     def stop(self, grace_s: float | None = None) -> Killed:
         """Stop it and everything that it started; return what was done. See `killing.kill`."""

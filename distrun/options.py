@@ -58,7 +58,7 @@ class Option(NamedTuple):
     high: int = MOST
     choices: tuple[str, ...] = ()
     reads: Callable[[str, str], Any] | None = None
-    """Sourced the name and a text, what that means. Raises UsageError."""
+    """Given the name and a text, what that means. Raises UsageError."""
     variable: str = ""
     """The variable that it becomes in tasks, or that holds if it is not given; of a time the range, too."""
     launchers: str = ""
@@ -280,6 +280,20 @@ def _shown(value: str | float) -> str:
     return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."
 
 
+def parse_fetched(option: str, text: str) -> str:
+    """Return a pattern of files to fetch, seen from a folder of the hosts. No side effects.
+
+    Raises:
+        UsageError: it leads out of that folder.
+    """
+    if not text or text[0] in "/~" or ".." in text.split("/") or "\0" in text:
+        raise UsageError(
+            f"{option}: expected a path below the job's folder, such as 'out/*', found {text!r}",
+            "files of another folder: distrun fetch JOB --from DIR PATH",
+        )
+    return text
+
+
 LABELS = words("-l/--label", "Only jobs with this label. Repeatable.", "K=V", key="labels", reads=parse_label)
 """By which commands choose among jobs."""
 COPYING = (
@@ -397,6 +411,16 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         ),
     ),
     "Copying code": COPYING,
+    "Results": (
+        words(
+            "--fetch",
+            "When the job is over, copy these files of the hosts here ('out/*'). Repeatable.",
+            "PATH",
+            member="",
+            reads=parse_fetched,
+        ),
+        text("--fetch-to", "Where to. [default: a folder here, called as the job]", "DIR", member="", is_path=True),
+    ),
     "Command": (
         switch("--shell/--no-shell", "Always or never run the command with bash -c.", key="shell"),
         text(

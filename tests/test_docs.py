@@ -94,7 +94,8 @@ def printed_by(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_every_shown_command_parses(printed_by: Callable[..., str]) -> None:
-    helps = {subcommand: printed_by(subcommand, "--help") for subcommand in SUBCOMMANDS}
+    whole = dict.fromkeys(("launch", "rerun"), "--help-all")
+    helps = {subcommand: printed_by(subcommand, whole.get(subcommand, "--help")) for subcommand in SUBCOMMANDS}
     for line in shown_commands():
         words = shlex.split(line, comments=True)[1:]
         words = words[: words.index("|")] if "|" in words else words  # what reads its output has options of its own
@@ -277,7 +278,7 @@ def test_the_page_for_users_of_mxnet_has_every_old_name() -> None:
     assert [name for name in OLD_NAMES.split() if not in_code(name, page)] == []
 
 
-@pytest.mark.parametrize("script", ["render-environment", "render-options"])
+@pytest.mark.parametrize("script", ["render-environment", "render-help", "render-options"])
 def test_a_page_is_what_its_table_says(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -69,12 +69,18 @@ def test_wheel_has_both_packages_and_the_templates_and_nothing_else(built: Path)
     assert {name.partition("/")[0] for name in names} == {
         "distrun",
         "distrun_runtime",
+        "distrun-%s.data" % version(),  # the manual pages
         "distrun-%s.dist-info" % version(),
     }
     modules = {p.relative_to(ROOT / "runtime").as_posix() for p in (ROOT / "runtime").rglob("*.py")}
     modules |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "distrun").rglob("*.py")}
     kernels = {"distrun_runtime/arrays/kernels.c", "distrun_runtime/arrays/prelude.c"}
-    assert modules | kernels | {TEMPLATES, "distrun/py.typed", "distrun_runtime/py.typed"} <= set(names)
+    assert modules | kernels | {
+        TEMPLATES,
+        "distrun/cli/topics/hosts.txt",
+        "distrun/py.typed",
+        "distrun_runtime/py.typed",
+    } <= set(names)
 
 
 def test_sdist_has_what_the_tests_and_scripts_need(built: Path) -> None:
@@ -91,6 +97,7 @@ def test_wheel_installs_and_runs(built: Path, venv: Path, tmp_path: Path) -> Non
     where = check(venv, tmp_path)
     assert where.startswith(str(venv))
     assert (Path(where).parent / TEMPLATES).is_file()
+    assert (venv / "share" / "man" / "man1" / "distrun-launch.1").is_file()
 
 
 def test_checkout_installs_editable_and_runs(venv: Path, tmp_path: Path) -> None:

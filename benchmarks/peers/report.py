@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import List, Sequence, Tuple
 
-WARM_UP = 2
-"""Rounds at the beginning that are not counted: buffers and connections are made in them."""
+WARM_UP = 6
+"""Rounds at the beginning that are not counted: buffers and connections are made in them. A server of ours may need a
+further copy of all values in any of the first five."""
 KINDS = 7
 
 

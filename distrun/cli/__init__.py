@@ -35,6 +35,7 @@ COMMANDS = {
     "stack": ("distrun.cli.stack:stack", "Show where a running job's tasks stand: their Python stacks."),
     "wait": ("distrun.cli.attach:wait", "Wait for a job's end; the exit code is the job's."),
     "detach": ("distrun.cli.attach:detach", "Let a job go on without the terminal that launched it."),
+    "fetch": ("distrun.cli.fetch:fetch", "Copy files of a job's hosts to this machine."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),
     "gc": ("distrun.cli.gc:gc", "Remove the folders of jobs that are over."),
     "sync": ("distrun.cli.sync:sync", "Copy the current directory to all hosts."),
@@ -44,6 +45,8 @@ COMMANDS = {
         "Write files that make a cluster: containers, machines, clouds.",
     ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
+    "help": ("distrun.cli.help:explain", "Explain exit codes, hosts files, placement and other topics."),
+    "completion": ("distrun.cli.completion:completion", "Print the script by which a shell completes distrun."),
 }
 
 
@@ -72,11 +75,9 @@ class LazyGroup(click.Group):
         """
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            import difflib  # for a mistake only
+            from distrun.cli import hints  # for a mistake only
 
-            near = difflib.get_close_matches(name, list(COMMANDS), n=1)
-            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
-            raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
+            raise click.UsageError(f"No such command {name!r}. {hints.no_such_command(args, COMMANDS)}", ctx)
         from distrun.cli.common import TYPED  # with all options: not for help
 
         ctx.ensure_object(dict)[TYPED] = args[1:]
@@ -106,7 +107,7 @@ def cli(ctx: click.Context) -> None:
       distrun launch -n 2 --dry-run python train.py
       distrun status
 
-    distrun COMMAND -h says more.
+    distrun COMMAND -h says more; distrun help lists topics.
     """
     if ctx.invoked_subcommand is None:
         print_err(ctx.get_help() + "\n")

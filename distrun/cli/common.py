@@ -92,6 +92,14 @@ class JobCommand(click.Command):
                 ctx.params[key] = given[key].value
         return rest
 
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help that was asked for: of a launch the options that are used most, or a group."""
+        if "workers" not in [param.name for param in self.params]:
+            return super().get_help(ctx)
+        from distrun.cli.help import of_launch
+
+        return of_launch(self, ctx, (ctx.obj or {}).get(TYPED, ()))
+
     def layers(self, ctx: click.Context, typed: Layer) -> Sequence[Layer]:
         """Return what the environment and files give: the job file, the profile, pyproject.toml, the user's file.
 

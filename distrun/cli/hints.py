@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,6 +51,17 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
 """Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
 the hint."""
 
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("ps", "ls", "list", "jobs", "queue", "squeue"), "status"),
+    **dict.fromkeys(("get", "show", "describe", "info"), "status {JOB}"),
+    **dict.fromkeys(("run", "submit", "start", "create", "apply"), "launch"),
+    **dict.fromkeys(("cancel", "stop", "delete", "scancel"), "kill {JOB}"),
+    **dict.fromkeys(("tail", "follow"), "logs {JOB} -f"),
+    **dict.fromkeys(("prune", "clean"), "gc"),
+    **dict.fromkeys(("restart", "resubmit"), "rerun {JOB}"),
+}
+"""Commands of docker, kubectl, Slurm, Ray and SkyPilot: what to type here. In the place of JOB comes what was typed."""
+
 _ASSIGNMENT = r"(?s)([A-Za-z_][A-Za-z0-9_]*)="
 _INTERPRETER = r"(?:.*/)?(?:python|pypy|bash|sh|zsh|dash)[\d.]*\Z"
 _UNKNOWN = r"unrecognized arguments|[Nn]o such option|[Uu]nknown (?:command line )?(?:option|flag|argument)"
@@ -66,6 +77,17 @@ class Behind(NamedTuple):
     """Index of its word in the command."""
     size: int
     """Words: 2 with a value of its own."""
+
+
+def no_such_command(words: Sequence[str], known: Iterable[str]) -> str:
+    """Return what may have been meant by a command that does not exist, and the words behind it."""
+    if words[0] in ELSEWHERE:
+        job = words[1] if len(words) == 2 and not words[1].startswith("-") else "JOB"
+        return f"Type: distrun {ELSEWHERE[words[0]].format(JOB=formats.quote(job))}"
+    import difflib
+
+    near = difflib.get_close_matches(words[0], list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
 
 
 def no_such_option(err: click.NoSuchOption) -> str:

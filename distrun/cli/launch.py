@@ -17,10 +17,10 @@ from distrun.cli import common
 from distrun.cli.common import GIVEN, JobCommand, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
-from distrun.errors import UsageError
+from distrun.errors import DistrunError, UsageError
 from distrun.options import ROWS, Layer, Sourced
 from distrun.planning import QueuedJob, device_notes, device_warnings
-from distrun_runtime.contract import daemon, environ, process
+from distrun_runtime.contract import daemon, environ, facts, process
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
+NOT_BEGUN = (facts.PREFLIGHT, facts.SYNC, facts.SUBMIT, facts.START_FAILED)
+"""Reasons of the end of a job whose tasks have written nothing."""
+
 
 @click.command(
     cls=JobCommand,
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help", "--help-all"]},
 )
 @takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -42,18 +45,15 @@ def launch(ctx: click.Context, /, **options: Any) -> int:
 
     \b
     Examples:
-      distrun launch -n 2 python train.py --kv-store dist_sync
-      distrun launch -n 2 -s 2 -H hosts python train.py --kv-store dist_sync
-      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python train.py
-      distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
+      distrun launch -n 2 -s 0 'echo worker $RANK of $WORLD_SIZE'
+      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python3 train.py
       distrun launch -f job.toml
 
-    What is not typed is taken from variables DISTRUN_..., a job file (-f), [tool.distrun] of pyproject.toml and
-    ~/.config/distrun/config.toml, in this order.
+    Options come before COMMAND. Several words are executed as they are, without a shell; one word with blanks or shell
+    characters is run with bash -c. Options that are not typed are taken from variables DISTRUN_..., the job file (-f),
+    [tool.distrun] of pyproject.toml and ~/.config/distrun/config.toml, in this order.
 
-    Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
-    single word with blanks or shell characters is run with bash -c. The exit code is 0 if all workers succeeded, else
-    that of the first task that failed (128 + n for signal n).
+    The exit code is 0 if all workers succeeded, else that of the first task that failed: distrun help exit-codes.
     """
     process.outlive_tasks_signals()
     ctx.obj["verbosity"] = options["verbosity"]
@@ -145,8 +145,11 @@ def _launch(
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console)
     console.end_output()
+    fetched = 0
+    if options["fetch"] and outcome.reason not in NOT_BEGUN and not folder.is_unplanned:
+        fetched = _fetch(folder, options, console)
     if not outcome.exit_code and not options["as_json"]:
-        return 0
+        return fetched
     tail = report(outcome, folder, options["as_json"], console)
     if outcome.exit_code and not misplaced:
         from distrun.cli import hints
@@ -154,7 +157,20 @@ def _launch(
         hint = hints.afterwards(command, outcome, tail, ctx)
         if hint:
             console.write_err(f"distrun: hint: {hint}\n")
-    return outcome.exit_code
+    return outcome.exit_code or fetched
+
+
+def _fetch(folder: JobFolder, options: Mapping[str, Any], console: Console) -> int:
+    """Copy files of the hosts here; return the exit code."""
+    from distrun.jobs import Job
+
+    try:
+        Job(folder, console.say).fetch(*options["fetch"], to=options["fetch_to"])
+    except (DistrunError, OSError, KeyboardInterrupt) as err:
+        for line in (str(err) or f"interrupted; to go on: distrun fetch {folder.id}").splitlines():
+            console.say(f"--fetch: {line}", "error")
+        return facts.EXIT_INTERRUPTED if isinstance(err, KeyboardInterrupt) else facts.EXIT_SYNC
+    return 0
 
 
 def _leave(
@@ -165,6 +181,8 @@ def _leave(
         is_queued = isinstance(job, QueuedJob)
         how = f"{job.backend.name} has it; to follow it" if is_queued else "all tasks run; to follow them"
         console.say(f"{how}: distrun attach {folder.id}")
+        if job.request.given.get("fetch"):
+            console.say(f"--fetch is for you to do, when it is over: distrun fetch {folder.id}")
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:

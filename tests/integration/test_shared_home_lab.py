@@ -209,3 +209,12 @@ def test_a_detached_job_that_a_host_of_its_own_launches_has_one_folder(home: Sha
     home.go()
     assert home.on("h1", "wait", job).code == 0
     assert home.distrun("logs", "--merge", job).out.count("ends") == 2
+
+
+def test_a_folder_that_hosts_share_is_fetched_once(home: SharedHome) -> None:
+    done = home.distrun("launch", *two(home), "--fetch", "out", "--fetch-to", "there", "mkdir -p out; touch out/$RANK")
+    assert done.code == 0, done.err
+    assert "2 files" in done.err
+    assert "the same folder as on" in done.err
+    there = home.file(home.work) / "there"
+    assert sorted(str(path.relative_to(there)) for path in there.rglob("*")) == ["out", "out/0", "out/1"]

@@ -150,6 +150,18 @@ def three_hundred_tensors_of_two_dtypes_take_two_keys_and_one_call_a_step() -> N
         assert all(bool((each < 1).all()) for each in params)
 
 
+def a_rule_that_treats_biases_by_their_names_finds_them() -> None:
+    with kvstore.create("local") as kv:
+        net = nn.Linear(1, 4)
+        nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+        optimizer = ServerOptimizer(net, "lars", store=kv, lr=0.5)
+        for each in net.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        assert net.bias.tolist() == [0.5] * 4
+        assert (net.weight > 0.99).all()
+
+
 def a_learning_rate_may_be_a_tensor_that_is_changed_in_place() -> None:
     weight = torch.ones(1, requires_grad=True)
     with kvstore.create("local") as kv:

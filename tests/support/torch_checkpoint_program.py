@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import tempfile
@@ -11,11 +12,12 @@ import numpy as np
 import torch
 from cases import run_cases
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data import DistributedSampler as Torchs
 
 import distrun_runtime.torch as dt
 from distrun_runtime.errors import KVError
+from distrun_runtime.torch import checkpoint
 
 DATA = TensorDataset(torch.arange(96.0).reshape(24, 4).sin(), torch.arange(24.0).reshape(24, 1).cos())
 
@@ -47,9 +49,15 @@ class Run:
         self.parts = {"sampler": self.sampler, "scaler": self.scaler}
 
     def train(self, begin: int, save_at: tuple[int, int] = (-1, -1), path: Path = Path()) -> list[torch.Tensor]:
-        """Train to the end of epoch 2, and save after a batch; return the weights and what is drawn then."""
+        """Train to the end of epoch 2, and save before an epoch (-1) or after a batch; return weights and draws."""
+
+        def save(*place: int) -> None:
+            if place == save_at:
+                dt.save(path, self.net, self.opt, self.sched, epoch=epoch, best=np.float64(0.5), **self.parts)
+
         for epoch in range(begin, 3):
             self.sampler.set_epoch(epoch)
+            save(epoch, -1)
             for number, (x, y) in enumerate(self.loader):
                 noise = float(np.random.normal()) + random.gauss(0, 1)
                 self.scaler.scale(((self.net(x) - y) ** 2).mean() * (1 + noise / 9)).backward()
@@ -57,9 +65,18 @@ class Run:
                 self.scaler.update()
                 self.sched.step()
                 self.opt.zero_grad()
-                if (epoch, number) == save_at:
-                    dt.save(path, self.net, self.opt, self.sched, epoch=epoch, best=np.float64(0.5), **self.parts)
+                save(epoch, number)
         return [*self.net.state_dict().values(), torch.rand(2), torch.tensor([np.random.normal(), random.gauss(0, 1)])]
+
+
+class Unreadable(io.FileIO):
+    def readinto(self, _):
+        raise OSError("no disk")
+
+
+class Shorter(io.FileIO):
+    def readinto(self, _):
+        return 0
 
 
 # --- the cases
@@ -93,7 +110,13 @@ def a_stopped_epoch_goes_on_with_any_number_of_workers() -> None:
         left = [list(each) for each in rest]
         assert sorted([*seen, *itertools.chain(*left)]) == list(range(24))
         assert before != after or left == [list(part) for part in parts]
+        state = rest[0].state_dict()
         assert len(list(rest[0])) == 24 // after, "the next pass is a whole one"
+        for is_set, length in ((True, 0), (False, 24 // after)):
+            rest[0].load_state_dict(state)
+            if is_set:
+                rest[0].set_epoch(2)
+            assert len(list(rest[0])) == length, "nothing is left of the epoch that is set, else a new one begins"
 
 
 def a_sampler_counts_what_the_loop_has_taken() -> None:
@@ -119,11 +142,26 @@ def batches_that_cannot_be_counted_are_refused() -> None:
 
     (sampler,) = samplers(24, 1)
     for _ in DataLoader(DATA, batch_sampler=Singles(), num_workers=1):
-        refused(sampler.state_dict, "the batches of a Singles without a batch_size cannot be counted while processes")
+        refused(sampler.state_dict, "the batches of a Singles without a batch_size cannot be counted; fix: ")
         break
-    for _ in DataLoader(DATA, batch_sampler=Singles()):
-        assert sampler.state_dict()["consumed"] == 1
-        break
+
+
+def batches_that_are_drawn_in_advance_are_not_counted() -> None:
+    class Ahead:
+        batch_size = 3
+
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            yield from [batch for batch in self.batches]  # noqa: C416  # a frame more, before Python 3.12
+
+    for processes in (0, 2):
+        (sampler,) = samplers(24, 1)
+        batches = Ahead(Ahead(Ahead(BatchSampler(sampler, 3, False))))
+        for _ in itertools.islice(DataLoader(DATA, batch_sampler=batches, num_workers=processes), 2):
+            pass
+        assert sampler.state_dict()["consumed"] == 6
 
 
 def a_state_of_other_data_is_refused() -> None:
@@ -134,8 +172,9 @@ def a_state_of_other_data_is_refused() -> None:
 
 def a_resumed_run_goes_on_bit_by_bit() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for processes, place in ((0, (1, 3)), (2, (1, 3)), (0, (1, 7)), (2, (2, 0))):
+        for processes, place in ((0, (1, 3)), (2, (1, 3)), (0, (1, 7)), (2, (2, 0)), (0, (0, -1)), (2, (1, -1))):
             path = Path(folder) / f"{processes}-{place}"
+            path.with_name(f".{path.name}.1").touch()  # of a job that was killed while it saved
             expected = Run(0, processes).train(0, place, path)
             again = Run(1, processes)
             start = dt.resume(path, again.net, again.opt, again.sched, epoch=0, **again.parts)
@@ -159,14 +198,24 @@ def what_cannot_be_saved_or_loaded_is_named() -> None:
         dt.save(path, net, epoch=1)
         whole = path.read_bytes()
         refused(lambda: dt.save(path, net, kind=np.float32), "could not save")
-        refused(
-            lambda: dt.save(path, net, array=np.ones(2)), "cannot be read without unpickling code; fix: save tensors"
-        )
+        refused(lambda: dt.save(path, net, array=np.ones(2)), "without unpickling code (numpy.")
         assert path.read_bytes() == whole
         refused(lambda: dt.save(Path(folder) / "no" / "file", net), "worker-0 could not save")
         refused(lambda: dt.save(path, net.parameters()), "model is an object with state_dict", TypeError)
         refused(lambda: dt.resume(path, net, opt), "has no state of optimizer; it has model. fix: save with the same")
         refused(lambda: dt.resume(folder, net), "could not read")
+        part, other = samplers(8, 1)[0], samplers(9, 1)[0]
+        next(iter(part)), dt.save(path, net, one=part, two=other)
+        part.load_state_dict(samplers(8, 1)[0].state_dict())
+        refused(lambda: dt.resume(path, net, one=part, two=samplers(7, 1)[0]), "length is 7, but 9")
+        assert part.state_dict()["consumed"] == 0
+        try:
+            checkpoint.open = Unreadable
+            refused(lambda: dt.resume(path, net), f"worker-0 could not read {path}: OSError: no disk")
+            checkpoint.open = Shorter
+            refused(lambda: dt.resume(path, net), "OSError: it became shorter while it was read")
+        finally:
+            del checkpoint.open
         path.write_bytes(b"something else")
         refused(lambda: dt.resume(path, net), "is not a checkpoint of distrun_runtime.torch.save: ")
         torch.save({"model": net.state_dict()}, path)
@@ -180,9 +229,10 @@ def metrics_of_one_worker_are_its_own() -> None:
     assert not dt.mean(half).requires_grad
     assert dt.mean(torch.tensor(7)) == 7.0
     assert dt.any(torch.tensor([0.0, 2.0])).tolist() == [False, True]
+    refused(lambda: dt.mean(torch.tensor(1j)), "expected real numbers, found torch.complex64", TypeError)
     refused(lambda: dt.mean([1.0]), "expected a number or a tensor, found [1.0], a list", TypeError)
-    refused(lambda: dt.mean(1.0, weight=-1), "a weight is a number from 0, not -1", ValueError)
-    refused(lambda: dt.mean(1.0, weight=0), "the weights of all workers are 0", ValueError)
+    refused(lambda: dt.mean(1.0, weight=-1), "from 0, and not all are 0; this worker's is -1", ValueError)
+    refused(lambda: dt.mean(1.0, weight=0), "this worker's is 0", ValueError)
 
 
 CASES = [

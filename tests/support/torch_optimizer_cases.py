@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -80,6 +81,7 @@ def workers_that_differ_are_told_parameter_and_worker() -> None:
         for net, overlap in ((network(3 + kv.rank), 0), (network()[: 2 - kv.rank], 0), (network(), kv.rank)):
             given = sgd(net), net, None, bool(overlap)
             found.append(refused(lambda given=given: DistributedOptimizer(*given, kvstore=kv)))
+        DistributedOptimizer(sgd(net), net, buffers="own", kvstore=kv)
         return found
 
     shape, number, option = run(script)[0]
@@ -97,6 +99,7 @@ def a_program_by_itself_is_as_without() -> None:
         net(torch.ones(1, 2)).sum().backward()
     assert not net[0].weight._post_accumulate_grad_hooks
     opt.step()
+    assert type(copy.deepcopy(opt)) is torch.optim.Adam
     other = torch.optim.Adam(network().parameters())
     other.load_state_dict(opt.state_dict())
     assert other.state_dict()["state"][0]["step"] == 1
@@ -210,10 +213,12 @@ def optimizers_of_one_model_share_the_exchange() -> None:
 
 
 def compressed_gradients_are_the_same_on_all_workers() -> None:
-    def script(kv):
+    def script(kv, overlap):
         both = nn.ModuleDict({"net": network(), "unused": nn.Linear(2, 2)})
         net = both["net"]
-        opt = DistributedOptimizer(sgd(both), both, {"type": "2bit", "threshold": 0.25, "min_size": 0}, kvstore=kv)
+        opt = DistributedOptimizer(
+            sgd(both), both, {"type": "2bit", "threshold": 0.25, "min_size": 0}, overlap, kvstore=kv
+        )
         for step in range(5):
             opt.zero_grad()
             net(torch.ones(1, 2) * (kv.rank + step)).sum().backward()
@@ -227,8 +232,9 @@ def compressed_gradients_are_the_same_on_all_workers() -> None:
             assert text.startswith("worker-1: gradient of 'net.1.bias': ")
         return [param.tolist() for param in both.parameters()]
 
-    one, other = run(script)
-    assert one == other
+    for overlap in (False, True):
+        one, other = run(lambda kv, overlap=overlap: script(kv, overlap))
+        assert one == other
 
 
 def tables_that_a_worker_does_not_use_get_the_rows_of_the_others() -> None:

@@ -41,7 +41,7 @@ def make_distrun(folder: Path, root: Path) -> Path:
     files = {
         "METADATA": "\n".join(["Metadata-Version: 2.1", "Name: distrun", "Version: 99.0", *needs, ""]),
         "WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "entry_points.txt": "[console_scripts]\ndistrun = distrun.cli:main\n",
+        "entry_points.txt": "[console_scripts]\ndistrun = distrun.__main__:main\n",
         "RECORD": "",
     }
     sources = {"distrun": "distrun", "runtime/distrun_runtime": "distrun_runtime", "templates": "distrun/templates"}

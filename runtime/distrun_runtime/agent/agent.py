@@ -96,6 +96,7 @@ class Agent:
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
         self._streams: List[JobStream] = []
+        self._end_tools: Optional[Callable[[], None]] = None
         """What tools answer with that were asked before the job."""
         self._measuring: Optional[HostMeasurement] = None
         """None before the job has begun."""
@@ -123,6 +124,8 @@ class Agent:
             self._flush()
             self._wait(self._timeout())
             self._tick(time.monotonic())
+        if self._end_tools is not None:
+            self._end_tools()
         return self._close()
 
     def _wait(self, limit_s: float) -> None:
@@ -461,6 +464,7 @@ class Agent:
         try:
             from distrun_runtime.agent import query  # most agents are never asked, and those that dial have no tools
 
+            self._end_tools = query.end
             if what == "jobs":
                 self._streams.append(query.JobStream(self._channel, id, self._selector, args))
                 return

@@ -2,6 +2,8 @@
 
 An answer may block the agent, up to a deadline of its own. A stream (`JobStream`) does not: the agent's loop goes on.
 
+`find` lists the files of a folder; of hosts that share it, the first one does. `jobs` then sends them.
+
 `listen`, `connect` and `close` tell whether a host can be reached on its data ports: one host listens, others send a
 nonce, and the first says which came. Nothing has to run meanwhile: the system completes connections and keeps what was
 sent until `close` reads it.
@@ -12,9 +14,11 @@ from __future__ import annotations
 import binascii
 import contextlib
 import errno
+import fnmatch
 import os
 import selectors
 import socket
+import stat
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
@@ -22,6 +26,7 @@ from distrun_runtime.agent import stopping
 from distrun_runtime.agent.channel import READ_BYTES, Channel
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.agent_messages import Answered, AnswerPiece
+from distrun_runtime.contract.folder import expand, holder
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
@@ -32,7 +37,16 @@ READ_S = 1.0
 WINDOW = 4 * 1024 * 1024
 """Bytes of a stream that may be sent before the first ones are taken."""
 
+MOST = 50_000
+"""Files that one answer may have; a frame has room for so many."""
+FIND_S = 45.0
+"""How long may be looked for them."""
+OURS = ".distrun-"
+"""Begins the names of distrun's own files, which are left out."""
+
 _listening: List[socket.socket] = []
+_left: List[str] = []
+"""Links that are removed when this agent ends."""
 
 
 def answer(what: str, args: Mapping[str, Any]) -> Dict[str, Any]:
@@ -59,6 +73,13 @@ def _probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     from distrun_runtime.agent import probe  # imports much that no other answer needs
 
     return probe.probe(args)
+
+
+def end() -> None:
+    """Remove the links that answers left for as long as this agent lives."""
+    while _left:
+        with contextlib.suppress(OSError):
+            os.unlink(_left.pop())
 
 
 def _remove(job: str, path: str) -> Dict[str, Any]:
@@ -96,6 +117,7 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
     "connect": lambda args: {"results": connect(list(args["targets"]), float(args["limit_s"]))},
     "close": lambda args: {"nonces": close()},
     "daemon": _daemon,
+    "find": lambda args: _Finder(args["folder"], args["mark"], args["host"]).answer(args["patterns"]),
     "remove": lambda args: _remove(str(args["job"]), str(args["folder"])),
 }
 
@@ -176,6 +198,82 @@ def _send_nonce(opened: Any, nonce: str) -> str:
         code = err.errno
     opened.close()
     return os.strerror(code) if code else ""
+
+
+class _Finder:
+    """A search in one folder.
+
+    Args:
+        folder: `~` is expanded, other relative paths begin at the home directory.
+        mark: name of a link that leads to the host that has the folder. The first host that shares it makes it.
+        host: what this host is called.
+    """
+
+    def __init__(self, folder: str, mark: str, host: str) -> None:
+        self.root = os.path.realpath(expand(folder))
+        os.stat(self.root)
+        path = os.path.join(self.root, mark)
+        with contextlib.suppress(OSError):  # it is there, or the folder cannot be written to: then it is taken for ours
+            os.symlink(host, path)
+            _left.append(path)
+        self._holder = holder(self.root, mark) or host
+        self._host = host
+        self._until = time.monotonic() + FIND_S
+        self._found: Dict[str, List[Any]] = {}
+        """By name below the folder: that name, bytes, time of change in ns, whether it is executable."""
+        self._left_out: List[List[str]] = []
+        """Names that patterns fit, and why they are not in the answer."""
+
+    def answer(self, patterns: Sequence[str]) -> Dict[str, Any]:
+        """Return the tool's answer (docs/protocol.md): no files where another host has the folder.
+
+        Raises:
+            ContractError: there are too many files, or it took too long.
+        """
+        for pattern in patterns if self._holder == self._host else ():
+            for name in self._below("", [part for part in pattern.split("/") if part not in ("", ".")] or ["**"]):
+                try:
+                    info = os.stat(self._path(name))
+                    if not stat.S_ISREG(info.st_mode):
+                        raise OSError("no file")
+                except OSError as err:
+                    self._left_out.append([name, err.strerror or str(err)])
+                else:
+                    self._found[name] = [name, info.st_size, info.st_mtime_ns, bool(info.st_mode & stat.S_IXUSR)]
+        found = [*self._found.values()]
+        return {"folder": self.root, "holder": self._holder, "files": found, "left_out": self._left_out}
+
+    def _below(self, name: str, parts: Sequence[str]) -> Iterator[str]:
+        """Yield what the parts of a pattern name, seen from the folder `name`; of a folder all that is in it.
+
+        Links to folders are followed where a part of the pattern names them, and not where `**` or a folder does.
+        """
+        first, *rest = parts
+        is_deep = first == "**"
+        if is_deep and rest:
+            yield from self._below(name, rest)
+        try:
+            entries = [*os.scandir(self._path(name))]
+        except OSError as err:
+            self._left_out.append([name, err.strerror or str(err)])
+            return
+        for entry in entries:
+            if len(self._found) + len(self._left_out) > MOST or time.monotonic() > self._until:
+                raise ContractError(f"{self.root}: more than {MOST} files, or too slow")
+            if entry.name.startswith(OURS) or not (is_deep or fnmatch.fnmatchcase(entry.name, first)):
+                continue
+            child = os.path.join(name, entry.name)
+            if entry.is_dir(follow_symlinks=not is_deep):
+                yield from self._below(child, parts if is_deep else rest or ["**"])
+            elif not rest:
+                yield child
+
+    def _path(self, name: str) -> str:
+        """Return the path of what is in the folder, without links. Raises OSError: it is outside."""
+        path = os.path.realpath(os.path.join(self.root, name))
+        if not (path + "/").startswith(os.path.join(self.root, "")):
+            raise OSError("leads out")
+        return path
 
 
 class JobStream:

@@ -248,7 +248,11 @@ class CpuDevice:
         """Multiply an array of this device."""
         with np.errstate(over="ignore", invalid="ignore"):
             wide = dtypes.widen(array)
-            array[...] = dtypes.narrow(np.multiply(wide, wide.dtype.type(factor)), array.dtype)
+            number = wide.dtype.type(factor)
+            if wide is array:
+                np.multiply(array, number, out=array)
+            else:
+                array[...] = dtypes.narrow(np.multiply(wide, number), array.dtype)
 
     def host(self, array: Array) -> Array:
         """Return the array itself: it is in host memory."""

@@ -451,6 +451,12 @@ def text(name: str, env: Optional[Mapping[str, str]] = None) -> str:
     return (os.environ if env is None else env).get(BY_NAME[name].name, "")
 
 
+def state_folder() -> str:
+    """Return `$XDG_STATE_HOME/distrun`, or `~/.local/state/distrun` when that is unset or not absolute."""
+    base = text("XDG_STATE_HOME")
+    return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.local/state"), "distrun")
+
+
 def read(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
     """Return the checked value of a variable: int, float, bool or str by its type; its default when unset or empty.
 

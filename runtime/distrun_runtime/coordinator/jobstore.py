@@ -47,17 +47,11 @@ _NAME_LIMIT = 40
 _SHOWN = 5
 
 
-def default_root() -> Path:
-    """Return `$XDG_STATE_HOME/distrun`, or `~/.local/state/distrun` when that is unset or not absolute."""
-    base = environ.text("XDG_STATE_HOME")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "distrun"
-
-
 class JobStore:
-    """All jobs of this user. `root` is `default_root()` unless given; nothing is made before `create`."""
+    """All jobs of this user. `root` is `environ.state_folder()` unless given; nothing is made before `create`."""
 
     def __init__(self, root: Optional[Path] = None) -> None:
-        self.root = Path(root) if root is not None else default_root()
+        self.root = Path(root) if root is not None else Path(environ.state_folder())
         self.jobs = self.root / "jobs"
 
     def new_id(self, name: str = "", chance: Optional[random.Random] = None) -> str:

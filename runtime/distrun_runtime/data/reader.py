@@ -105,7 +105,8 @@ class Reader:
         by: `count`, or `bytes` for files of records: parts are cut at the first record after each
             num_parts-th of the file's bytes, as MXNet does it, so their numbers of examples differ.
         epoch_size: batches of an epoch: exactly so many (a quotient is rounded down), starting again when the part is
-            exhausted and going on in the next epoch where this one stopped. None: an epoch is the part, once.
+            exhausted and going on in the next epoch where this one stopped. None: an epoch is the part, once. Not for
+            processes of a DataLoader, which begin each epoch with a copy.
         shuffle: True: another order, within the part, for each pass. "global": for each pass all examples of the data
             set are shuffled before they are cut into parts, so that each part has other examples then; all workers
             give the same seed. With `epoch_size`, use a `remainder` that makes the parts equal: so all workers begin
@@ -168,16 +169,16 @@ class Reader:
         self._order = EpochOrder(bool(shuffle), seed, len(dataset) if is_global else None)
         self._batch_size = batch_size
         self._discard = last_batch == "discard"
+        self._begun = 0
+        """How many batches of the next pass came before this reader began."""
         if not self._batches():
             raise ValueError(f"the part's {self.num_examples} examples are less than a batch of {batch_size}")
         self._epochs = Epochs(_Passes(self._pass), epoch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin with pass number `epoch`, from 0: to go on with a run that was stopped.
-
-        A pass is an epoch unless there is an `epoch_size`.
-        """
-        self._order.epoch = whole(epoch, "epoch", least=0)
+        """Let the next iteration be epoch number `epoch`, from 0: to go on with a run that was stopped."""
+        before = whole(epoch, "epoch", least=0) * len(self)
+        self._order.epoch, self._begun = divmod(before, self._batches())
         self._epochs = Epochs(_Passes(self._pass), self._epochs.size)
 
     @property
@@ -191,6 +192,11 @@ class Reader:
 
     def __iter__(self) -> Iterator[Batch]:
         process = loading_process()
+        if process.count and self._epochs.size:
+            raise ValueError(
+                "a copy of this Reader in a process of a DataLoader does not know where the epoch before stopped, as"
+                " epoch_size needs it; fix: Epochs(loader, size) around the DataLoader, and a Reader without epoch_size"
+            )
         for positions in islice(self._epochs, process.index, None, process.count or 1):
             yield self._dataset.read(positions)
 
@@ -198,14 +204,15 @@ class Reader:
         return (self.num_examples + (0 if self._discard else self._batch_size - 1)) // self._batch_size
 
     def _pass(self) -> Iterator[Positions]:
-        """Yield the positions of the part's batches once."""
+        """Yield the positions of the part's batches once; in the first pass those that are left."""
         if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
         size, count = self._batch_size, self._batches() * self._batch_size
+        start, self._begun = self._begun * size, 0
         if isinstance(self._dataset, ReadsAhead) and not loading_process().count:
-            self._dataset.expect(positions[:count])
-        for begin in range(0, count, size):
+            self._dataset.expect(positions[start:count])
+        for begin in range(start, count, size):
             yield positions[begin : begin + size]
 
 

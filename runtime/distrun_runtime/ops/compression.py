@@ -185,6 +185,10 @@ class Codec(ABC):
         if n:
             self._read(np.frombuffer(given, np.uint8) if isinstance(given, memoryview) else given, out, adds, params)
 
+    def scaled(self, params: Params, scale: float) -> Params | None:
+        """Return the parameters with which payloads are read as `scale` times their elements; None: there are none."""
+        return None
+
     def prepare(self, device: Device | None = None, *, waits: bool = True) -> None:
         """Have ready what this codec runs, so that no round waits for it.
 
@@ -214,6 +218,11 @@ class TwoBit(Codec):
     joins = 16
     loops = ("are_finite", "two_bit_encode", "two_bit_decode")
     knobs = (Knob("threshold", 0.5, low=0.0, open_low=True),)
+
+    def scaled(self, params: Params, scale: float) -> Params | None:
+        """Return a threshold `scale` times as large: an element is that, or its negative, or 0."""
+        with np.errstate(over="ignore"):
+            return {"threshold": float(np.float32(params["threshold"]) * np.float32(scale))}
 
     def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
         _by(values).two_bit_encode(values, residual, params["threshold"], out)

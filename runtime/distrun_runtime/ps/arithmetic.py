@@ -255,6 +255,8 @@ def _add_encoded(values: Values, of: Round, batch: role.Batch) -> bool:
         return False
     code = codes[0][0]
     codec, params, scale = codecs.numbered(number), dict(batch.how.params), batch.how.scale
+    if scale != 1 and (scaled := codec.scaled(params, scale)) is not None:
+        params, scale = scaled, 1
     codec.prepare(values.device, waits=False)
     for held in np.unique(where[where > 0]).tolist():
         fold(values, of, code, held)

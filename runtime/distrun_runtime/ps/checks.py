@@ -113,7 +113,7 @@ def against(
         no_object = _NO_OBJECT.format(message.body["codec"])
     if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, brings, is_push)):
         return no_object
-    if brings and _is_usual_encoded(store, message, entries, shards):
+    if (brings or not is_push) and _is_usual_encoded(store, message, entries, shards, brings):
         return no_object
     seen, is_empty = set(), is_push and not brings
     usual = (Payload.FRAME, Payload.PACKED) if brings else (Payload.NONE,)
@@ -150,12 +150,15 @@ def fit(store: Store, entries: Array, shards: Array, once: bool = True) -> bool:
     return not bool(entries["codec"].any()) and _fit(store, entries, shards, once)
 
 
-def _is_usual_encoded(store: Store, message: Message, entries: Array, shards: Array) -> bool:
-    """Whether nothing is wrong with a push whose values are all encoded alike: all at once."""
+def _is_usual_encoded(store: Store, message: Message, entries: Array, shards: Array, has_values: bool) -> bool:
+    """Whether nothing is wrong with a push or pull whose values are all encoded alike: all at once."""
     number = int(entries["codec"][0]) if len(entries) else codecs.NONE
     if not codecs.NONE < number < codecs.ROWS or (entries["codec"] != number).any():
         return False
-    if (entries["payload"] != Payload.FRAME).any() or not _fit(store, entries, shards, True):
+    payload = Payload.FRAME if has_values else Payload.NONE
+    if (entries["payload"] != payload).any() or not _fit(store, entries, shards, has_values):
+        return False
+    if not has_values and number != HALF and (store.has_rule or not store.is_sync):
         return False
     if not all(is_float(DTYPES[code]) for code in np.unique(entries["dtype"]).tolist()):
         return False
@@ -163,6 +166,8 @@ def _is_usual_encoded(store: Store, message: Message, entries: Array, shards: Ar
         codec, params = codecs.numbered(number), dict(params_of(message, number))
     except KVError:
         return False  # what is wrong is said where entries are looked at one by one
+    if not has_values:
+        return True
     lengths, places = np.unique(entries["length"], return_inverse=True)
     expected = np.array([codec.size(length, params) for length in lengths.tolist()], np.int64)[places]
     return bool(expected.tolist() == [memoryview(each).nbytes for each in message.payloads])

@@ -341,8 +341,9 @@ class Pulls:
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
         if slow:
             assert store.staleness is not None  # else none is behind
-            what = f"key {name}, push {wanted - store.staleness} (staleness {store.staleness})"
-            return f"waiting for {names_of(slow)}, {what}", tasks_of(slow), name
+            what = f"key {name}, push {wanted - store.staleness}"
+            why = f"staleness {store.staleness}; a worker that is done calls leave()"
+            return f"waiting for {names_of(slow)}, {what} ({why})", tasks_of(slow), name
         if not store.is_sync:
             rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
             text = f"waiting for the other servers' norms, key {name}, push {push} of worker-{rank}"

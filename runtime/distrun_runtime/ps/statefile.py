@@ -279,9 +279,16 @@ def _path(folder: str, part: str, name: str, host: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Write a file that takes its place as a whole, and outlives a crash of the machine then."""
+    """Write a file that takes its place as a whole, and outlives a crash of the machine then.
+
+    What a process that was killed meanwhile has left is removed by the next that writes this file.
+    """
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}")
+    for other in os.listdir(folder):
+        if other.startswith(f".{name}.") and other[len(name) + 2 :].isdigit():
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, other))
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -185,7 +185,8 @@ class Collectives:
     def __init__(self, rank: int, workers: int, rounds: RoundsStore | None) -> None:
         self._rank, self._workers, self._rounds = rank, workers, rounds
         self._lock = threading.Lock()
-        """Held while a call is begun that takes several steps, so that all its keys have the same rounds."""
+        """Held while a call is begun that takes several steps, so that all its keys have the same rounds; never while
+        others are waited for."""
         self._kinds: dict[tuple[object, ...], _CallKind] = {}
         self._count = 0
         """How many there were."""
@@ -242,7 +243,8 @@ class Collectives:
         scale = self._scale(op)
         with self._lock:
             rounds.push(keys, others, scale=scale)
-            return call.made(rounds.pushpull(mine, parts[self._rank], call.targets, wait=False, scale=scale))
+            pending = rounds.pushpull(mine, parts[self._rank], call.targets, wait=False, scale=scale)
+        return call.made(pending)
 
     def broadcast_object(self, value: object, root: int) -> Any:
         """See KVStore."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from operator import attrgetter
 from types import FrameType
@@ -170,6 +171,11 @@ class Averaging:
         self._keys: list[str] = []
         """Of the buckets."""
 
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether it averages; not if the workers differed."""
+        return bool(self._buckets)
+
     def stop(self) -> None:
         """Leave the gradients alone from now on."""
         for handle in filter(None, self._hooks.values()):
@@ -288,7 +294,8 @@ class Averaging:
 
     def _send(self, bucket: GradientBucket) -> None:
         priority = -self._buckets.index(bucket)
-        bucket.pending = self.store.pushpull(bucket.key, bucket.array, priority=priority, wait=False)
+        with self._naming():
+            bucket.pending = self.store.pushpull(bucket.key, bucket.array, priority=priority, wait=False)
 
     def _reset(self) -> None:
         for slot in self._moved:
@@ -333,16 +340,22 @@ class Averaging:
             self._average()
 
     def _exchange(self) -> None:
-        try:
-            if not self._overlap:
+        if not self._overlap:
+            with self._naming():
                 self.store.pushpull(self._keys, self._arrays)
-                return
-            for bucket in self._buckets:
-                if bucket.pending is None:
-                    self._send(bucket)
-            for bucket in self._buckets:
-                assert bucket.pending is not None
-                bucket.pending.wait()
+            return
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                self._send(bucket)
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Add to what is raised inside which parameters have gradients that compression cannot take."""
+        try:
+            yield
         except KVError as err:
             wrong = [repr(slot.name) for slot in self._slots if not slot.view.isfinite().all()]
             if self._compression and wrong:  # In place: the error keeps its type and where it was raised.

@@ -10,12 +10,15 @@ The file is torch's, and `torch.load(path, weights_only=True)` reads it:
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import os
 import random
+import re
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Union
 
@@ -41,7 +44,8 @@ def save(path: Path, model: Any, optimizer: Any = None, scheduler: Any = None, *
 
     Arguments:
         path: the file, on rank 0's host. Its folder must exist.
-        model, optimizer, scheduler: objects with `state_dict`; rank 0's states are saved. None: there is none.
+        model, optimizer, scheduler: objects with `state_dict`, which is called on all workers in the same order: it may
+            be collective. Rank 0's states are saved. None: there is none.
         extra: more of these, such as `scaler=scaler, sampler=sampler`; and values of torch, Python and numbers of
             numpy, such as `epoch=epoch + 1`.
 
@@ -49,33 +53,44 @@ def save(path: Path, model: Any, optimizer: Any = None, scheduler: Any = None, *
 
     Raises:
         TypeError: a model, optimizer or scheduler without `state_dict`.
-        KVError: rank 0 could not write it, and why; the same on all workers. The file is what it was before.
+        KVError: a worker could not give its state, or rank 0 not write the file, and why; the same on all workers. The
+            file is what it was before.
     """
     states, values = _sorted(model, optimizer, scheduler, extra)
     kv = store()
-    streams = kv.allgather_object(_streams())
-    failure: Exception | None = None
+    what, failure, found = f"save {os.fspath(path)}", None, {}
+    for name, each in states.items():
+        try:
+            found[name] = each.state_dict()
+            if _is_sharded(found[name]):
+                raise KVError(
+                    f"the state of {name} is sharded, as FSDP2 does it, and rank 0 has a part of it; fix: save it with"
+                    " torch.distributed.checkpoint"
+                )
+        except Exception as err:  # the other workers call those that follow
+            failure = failure or err
+    streams = _of_all(kv, _streams(), failure, what)
     if kv.rank == 0:
         try:
             _write(
                 os.path.realpath(path),
                 {
                     "format": FORMAT,
-                    "states": {name: each.state_dict() for name, each in states.items()},
+                    "states": found,
                     "values": {name: _plain(each) for name, each in values.items()},
                     "streams": streams,
                 },
             )
         except Exception as err:
             failure = err
-    _of_rank_0(kv, None, failure, f"save {os.fspath(path)}")
+    _of_all(kv, None, failure, what)
 
 
 def resume(path: Path, model: Any, optimizer: Any = None, scheduler: Any = None, **extra: Any) -> SimpleNamespace:
     """Load a checkpoint, which rank 0 reads, on all workers; without a file, change nothing. Collective.
 
     Call it before or after the optimizer is wrapped. A run goes on bit by bit as if it had not been stopped; with
-    another number of workers too, except for what their number decides (docs/torch.md).
+    another number of workers too, except for what their number decides. docs/torch.md names the exceptions.
 
     Arguments:
         path: the file, on rank 0's host; nothing is unpickled but tensors and plain values.
@@ -110,11 +125,12 @@ def resume(path: Path, model: Any, optimizer: Any = None, scheduler: Any = None,
             " with the same arguments, or leave out what was not saved"
         )
     restore = functools.partial(_restore, found["streams"], kv.rank)
-    # Samplers first: they refuse a state before they change anything.
-    for name in sorted(states, key=lambda name: not isinstance(states[name], DistributedSampler)):
-        each, state = states[name], found["states"][name]
-        # A DataLoader draws a number when it begins; the run that goes on has drawn it before it was stopped.
-        each.load_state_dict(state, *([restore] if isinstance(each, DistributedSampler) else []))
+    samplers = {name: each for name, each in states.items() if isinstance(each, DistributedSampler)}
+    for name, each in samplers.items():
+        copy.copy(each).load_state_dict(found["states"][name])  # a state that is refused changes nothing
+    for name, each in states.items():
+        # A DataLoader draws a number when it begins; a run that was stopped within an epoch had drawn it.
+        each.load_state_dict(found["states"][name], *([restore] if name in samplers else []))
     restore()
     return SimpleNamespace(**{**values, **found["values"]})
 
@@ -134,6 +150,13 @@ def _has_state(each: Any) -> bool:
     return hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
 
 
+def _is_sharded(state: Any) -> bool:
+    """Return whether a state holds a DTensor."""
+    if isinstance(state, (Mapping, list, tuple)):
+        return any(map(_is_sharded, state.values() if isinstance(state, Mapping) else state))
+    return hasattr(state, "full_tensor")
+
+
 def _plain(value: Any) -> Any:
     """Return a number of numpy as Python's: the file has no types of numpy."""
     return value.item() if isinstance(value, np.generic) else value
@@ -145,17 +168,19 @@ def _write(path: str, state: Named) -> None:
     with replacing(path) as file:
         torch.save(state, file)
         file.flush()
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file.name)
-        if refused:
+        try:
+            torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as err:
+            found = ", ".join(re.findall(r"GLOBAL ([\w.]+)", str(err))) or err
             raise TypeError(
-                f"it would hold {', '.join(sorted(refused))}, which cannot be read without unpickling code; fix: save"
-                " tensors, numbers, texts, and lists and dicts of these"
-            )
+                f"it could not be read without unpickling code ({found}); fix: save tensors, numbers, texts, and lists"
+                " and dicts of these"
+            ) from err
 
 
 def _content(kv: KVStore, path: Path) -> io.BytesIO | None:
     """Return on all workers what rank 0's file holds; None if it has none."""
-    size, failure, file = None, None, None
+    what, size, failure, file = f"read {os.fspath(path)}", None, None, None
     try:
         if kv.rank == 0:
             file = open(path, "rb")  # noqa: SIM115  # closed below
@@ -164,28 +189,33 @@ def _content(kv: KVStore, path: Path) -> io.BytesIO | None:
         pass
     except OSError as err:
         failure = err
-    size = _of_rank_0(kv, size, failure, f"read {os.fspath(path)}")
-    if size is None:
-        return None
-    content, chunk = io.BytesIO(), np.zeros(min(size, CHUNK_BYTES), np.uint8)
-    while content.tell() < size:
-        if file is not None:
-            file.readinto(chunk.data)
-        kv.broadcast(None, chunk, out=chunk)
-        content.write(chunk[: size - content.tell()].data)
-    if file is not None:
-        file.close()
+    with file or nullcontext():
+        size = _of_all(kv, size, failure, what)[0]
+        if size is None:
+            return None
+        content, chunk = io.BytesIO(), np.zeros(min(size, CHUNK_BYTES), np.uint8)
+        while content.tell() < size:
+            part = chunk[: size - content.tell()]
+            try:
+                if file is not None and file.readinto(part.data) < len(part):
+                    raise OSError("it became shorter while it was read")
+            except OSError as err:
+                failure = err
+            _of_all(kv, None, failure, what)
+            kv.broadcast(None, part, out=part)
+            content.write(part.data)
     content.seek(0)
     return content
 
 
-def _of_rank_0(kv: KVStore, value: Any, failure: Exception | None, what: str) -> Any:
-    """Return rank 0's value on all workers, or raise on all of them what has failed there."""
-    text = failure and f"worker-0 could not {what}: {type(failure).__name__}: {failure}"
-    value, text = kv.broadcast_object([value, text])
-    if text:
-        raise KVError(text) from failure
-    return value
+def _of_all(kv: KVStore, value: Any, failure: Exception | None, what: str) -> list[Any]:
+    """Return the workers' values on all of them, or raise on all what has failed on one."""
+    text = failure and f"worker-{kv.rank} could not {what}: {type(failure).__name__}: {failure}"
+    found = kv.allgather_object([value, text])
+    for _, said in found:
+        if said:
+            raise KVError(said) from failure
+    return [each for each, _ in found]
 
 
 def _streams() -> Named:

@@ -53,5 +53,5 @@ class _StoreHook:
         # Buckets come from the last layers first, and the next forward needs the first ones.
         call = self._kv.pushpull(keys, gradients, priority=bucket.index(), wait=False, scale=1 / self._kv.num_workers)
         work = TorchWork("a bucket of gradients", bucket.index(), call.wait, bucket.buffer())
-        call.add_done_callback(lambda _: work.run())
+        call.add_done_callback(lambda _: work.end(work.make()))
         return work.get_future()

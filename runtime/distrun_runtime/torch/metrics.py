@@ -5,6 +5,7 @@ Each call is collective, and its result is the same on all workers: they can dec
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
@@ -19,30 +20,32 @@ def mean(x: Any, weight: float | None = None) -> Any:
 
     Arguments:
         x: a number; or a tensor of any dtype and of the same shape on all workers, averaged element by element.
-        weight: how much this worker's value counts, from 0, such as the number of examples that it is the mean of.
-            None: all count alike. Either all workers give a weight, or none does.
+        weight: how much this worker's value counts, from 0, such as the number of examples that it is the mean of; at 0
+            the value may be nan. None: all count alike. Either all workers give a weight, or none does.
 
     Returns:
         A float for a number. For a tensor, a new one on its device, without a graph: of its dtype, or float64 if that
         is not a floating-point type.
 
     Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: a negative weight; on all workers, weights that are all 0.
+        TypeError: neither a number nor a tensor, or a complex one.
+        ValueError: on all workers, a weight that is no finite number from 0, or weights that are all 0.
     """
     value = _tensor(x)
+    if value.is_complex():
+        raise TypeError(f"expected real numbers, found {value.dtype}")
     if not value.is_floating_point():
         value = value.double()
     if weight is None:
         return _like(x, store().allreduce(value, op="mean"))
-    if not weight >= 0:
-        raise ValueError(f"a weight is a number from 0, not {weight!r}")
     # A sum of weighted halves may be too large for one.
     exact = torch.promote_types(value.dtype, torch.float32)
-    parts = [value.to(exact) * weight, torch.tensor([weight], dtype=torch.float64, device=value.device)]
+    weighted = value.to(exact) * weight if weight else torch.zeros_like(value, dtype=exact)
+    sent = weight if 0 <= weight < math.inf else math.nan  # so that all workers raise
+    parts = [weighted, torch.tensor([sent], dtype=torch.float64, device=value.device)]
     total, weights = store().allreduce(parts)
-    if not weights:
-        raise ValueError("the weights of all workers are 0")
+    if not weights > 0:
+        raise ValueError(f"weights are finite numbers from 0, and not all are 0; this worker's is {weight!r}")
     return _like(x, (total / weights).to(value.dtype))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -84,6 +85,10 @@ class DistributedOptimizer:
             optimizer.__class__ = vars(optimizer)["_base"]
             raise
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what a copy is made of: it is the optimizer without this class."""
+        return copyreg.__newobj__, (vars(self)["_base"],), self.__getstate__()  # type: ignore[attr-defined]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer, as torch does it; and to what is averaged. Collective.
 
@@ -156,7 +161,7 @@ def _checked(store: object) -> KVStore:
 def _averaging_of(model: Any, store: KVStore, options: dict[str, Any]) -> Averaging:
     """Return what averages the model's gradients, made by the first optimizer of the model."""
     found = _AVERAGED[model]() if model in _AVERAGED else None
-    if found is not None and found.store is not store:
+    if found is not None and (found.store is not store or not found.is_laid_out):
         found.stop()
         found = None
     if found is None:

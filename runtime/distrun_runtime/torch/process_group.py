@@ -2,7 +2,7 @@
 
 torch calls the methods of `StoreGroup`. Each tells a thread of the group how the call is made, and returns a
 `TorchWork`, on which torch waits. So a group makes its calls one after the other, in the order in which the program
-made them, as all its ranks do; and the thread, which waits for each of them, makes those that come again by the store's
+made them, as all its ranks do; and as the thread waits for each of them, those that come again are made by the store's
 plans.
 """
 
@@ -86,16 +86,16 @@ class TorchWork(dist._Work):  # type: ignore[misc]
         self._error: BaseException | None = None
         self.begun = time.monotonic()
 
-    def run(self) -> None:
-        """Make the call; never raises."""
-        error: BaseException | None = None
+    def make(self) -> BaseException | None:
+        """Make the call; return what it raised."""
         try:
             with torch.no_grad():
                 self._body()
         except BaseException as err:
-            error = err
-        del self._body  # It holds the arguments of the call.
-        self.end(error)
+            return err
+        finally:
+            del self._body  # It holds the arguments of the call.
+        return None
 
     def end(self, error: BaseException | None) -> None:
         """Let those who wait go on: the call is done, or failed. Only the first end counts."""
@@ -181,8 +181,12 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._lock = threading.Lock()
         """Held while calls are put into the queue, and while they cease to be."""
         self._is_closed = threading.Event()
-        for body in (self._make_calls, self._watch):
-            threading.Thread(target=body, name=f"distrun-torch-{body.__name__}", daemon=True).start()
+        self._turn = threading.Lock()
+        """Held while calls are taken from the queue, one by one, and made."""
+        self._followers = 0
+        """Threads that wait for it."""
+        self._start(self._make_calls)
+        self._start(self._watch)
 
     # Calls
 
@@ -208,14 +212,29 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._works.put(work)
         return work
 
+    def _start(self, body: Callable[[], None]) -> None:
+        threading.Thread(target=body, name=f"distrun-torch{body.__name__}", daemon=True).start()
+
     def _make_calls(self) -> None:
-        while (work := self._works.get()) is not None:
-            self._current = work
-            if self._error is None:
-                work.run()
-            else:
-                work.end(self._error)
-            self._current = None
+        """Make calls, as one of several threads that take turns.
+
+        What a program has chained to a future runs in the thread that completes it, and may wait for later calls of
+        the group (PowerSGD's hook does): these another thread must make meanwhile.
+        """
+        while True:
+            self._followers += 1
+            with self._turn:
+                self._followers -= 1
+                work = self._works.get()
+                if work is None:
+                    self._works.put(None)  # for the others
+                    return
+                self._current = work
+                error = self._error or work.make()
+                self._current = None
+                if not self._followers:
+                    self._start(self._make_calls)
+            work.end(error)
 
     def _watch(self) -> None:
         """End what takes longer than the group's timeout, and all that comes after it."""
@@ -307,6 +326,10 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._call("broadcast", tensors, list(tensors), body)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
+        for outs, own in zip(outputs, inputs, strict=True):
+            if {each.shape for each in outs} != {own.shape}:
+                raise KVError(f"all_gather in {self._where}: outputs have the input's shape, {tuple(own.shape)}")
+
         def body() -> None:
             for outs, rows in zip(outputs, self._gathered(inputs), strict=True):
                 _put(rows, outs)

@@ -53,11 +53,15 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
         """The attributes of the DataLoader's iterator that draws from this pass; empty if there is none."""
         self._resumes: Callable[[], object] | None = None
         """What to call when the next pass begins, if it goes on where another run has stopped."""
+        self._is_set = False
+        """Whether the epoch was set after the state that the next pass goes on from was loaded."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield this worker's positions; the first time after `load_state_dict`, those that are left."""
         # Code of a generator runs when the first position is drawn, by the DataLoader's iterator if there is one.
         resumes, self._resumes = self._resumes, None
+        if resumes and not self._is_set and not self._part(self._begin):
+            resumes = None  # that pass was at its end, and this one is another
         self._begin, self._drawn, self._loading = self._begin if resumes else 0, 0, _drawing_iterator()
         if resumes:
             resumes()
@@ -83,6 +87,7 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be that of epoch `epoch`, from its beginning, or from where a loaded state is in it."""
+        self._is_set = True
         if epoch != self.epoch:
             self._begin, self._drawn, self._loading, self._resumes = 0, 0, {}, None
         super().set_epoch(epoch)
@@ -93,7 +98,7 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
         What a DataLoader has fetched in advance does not count. All workers must have taken equally many.
 
         Raises:
-            KVError: that cannot be told, for a DataLoader with processes and a batch sampler without a `batch_size`.
+            KVError: that cannot be told, for a DataLoader with a batch sampler without a `batch_size`.
         """
         consumed = self._begin + self._taken() * self.num_replicas
         return {"epoch": self.epoch, "consumed": consumed, **self._order()}
@@ -107,7 +112,8 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
 
         Arguments:
             state: what `state_dict` returned.
-            resumes: called when that pass begins, after the DataLoader has drawn a seed for its processes.
+            resumes: called when that pass begins, after the DataLoader has drawn a seed for its processes; not if the
+                state is of the beginning of an epoch, which no DataLoader had begun.
 
         Raises:
             KVError: it is the state of another data set or of another order. Nothing was changed.
@@ -116,18 +122,19 @@ class DistributedSampler(data.DistributedSampler):  # type: ignore[misc]  # torc
             if state[name] != own:
                 raise KVError(f"the sampler's {name} is {own}, but {state[name]} in the state that is loaded")
         super().set_epoch(state["epoch"])
-        self._begin, self._drawn, self._loading, self._resumes = state["consumed"], 0, {}, resumes
+        self._begin, self._drawn, self._loading, self._is_set = state["consumed"], 0, {}, False
+        self._resumes = resumes if self._begin else None
 
     def _taken(self) -> int:
         """Return how many positions of this pass the loop over the data has taken."""
-        if not self._loading or self._loading["_num_workers"] == 0:
+        if not self._loading:
             return self._drawn
         batches = self._loading["_index_sampler"]
         size = 1 if batches is self else getattr(batches, "batch_size", None)
         if not isinstance(size, int):
             raise KVError(
-                f"the batches of a {type(batches).__name__} without a batch_size cannot be counted while processes of a"
-                " DataLoader fetch them in advance; fix: give it a batch_size, or DataLoader(..., num_workers=0)"
+                f"the batches of a {type(batches).__name__} without a batch_size cannot be counted; fix: give it a"
+                " batch_size, or save between epochs without the sampler"
             )
         taken: int = min(self._drawn, self._loading["_num_yielded"] * size)
         return taken
@@ -137,12 +144,10 @@ def _drawing_iterator() -> Mapping[str, Any]:
     """Return the attributes of the DataLoader's iterator that draws the first position; empty if none does.
 
     A sampler is not told who draws from it, and only this iterator knows how many batches it has handed to the loop:
-    processes fetch in advance. Only its attributes are kept, so that its end still ends the processes.
+    processes and batch samplers draw in advance. Only its attributes are kept: its end still ends the processes.
     """
     frame = sys._getframe(1).f_back
-    for _ in range(4):  # a batch sampler, `_next_index`
-        if frame is None:
-            break
+    while frame is not None:
         iterator = frame.f_locals.get("self")
         if isinstance(iterator, _BaseDataLoaderIter):
             attributes: dict[str, Any] = vars(iterator)

@@ -51,10 +51,11 @@ class _Flat(NamedTuple):
 class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has no types here
     """An optimizer whose weights and states are on the servers: `step` sends gradients and gets weights.
 
-    It takes the place of a `torch.optim` optimizer: param groups, `zero_grad`, closures, schedulers and GradScaler
-    work as there. A gradient is the mean over the workers; `p.grad` stays this worker's own. All workers make it, and
-    call `step`, together. At the start all get the parameters and buffers of rank 0. Parameters are moved into flat
-    memory, one key for each dtype, device and group: `p.data` is a view of it, and after a step `p.grad` of such, too.
+    It takes the place of a `torch.optim` optimizer: param groups, `zero_grad`, closures and schedulers work as there.
+    So does GradScaler, but scales differ after an inf on one worker (docs/torch.md). A gradient is the mean over the
+    workers; `p.grad` stays this worker's own. All workers make it, and call `step`, together. At the start all get the
+    parameters and buffers of rank 0. Parameters are moved into flat memory, one key for each dtype, device and group:
+    `p.data` is a view of it, and after a step `p.grad` of such, too.
 
     Arguments:
         model: a module, of which buffers and frozen parameters then stay each worker's own; or parameters as
@@ -220,6 +221,8 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch has
         new: list[_Flat] = []
         for (number, dtype, *_), params in alike.items():
             key = f"{len(self._flats) + len(new)}: {str(dtype).removeprefix('torch.')} of group {number}"
+            if not is_flat:
+                key += f", {self._names[params[0]]}"  # lars looks how it ends
             new.append(_flat(self.kvstore, key, number, params))
         if is_first:
             # Rate and decay of each key are its multipliers.

@@ -17,7 +17,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.dataclass import rfc3339
-from distrun_runtime.coordinator import failures, jobfolder, jobstore
+from distrun_runtime.coordinator import failures, jobfolder
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -62,10 +62,10 @@ def created(jobs: JobStore, job: str, when: str) -> None:
 
 def test_the_root_follows_xdg_state_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert jobstore.default_root() == tmp_path / "distrun"
+    assert JobStore().root == tmp_path / "distrun"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jobstore.default_root() == tmp_path / ".local/state/distrun"
+    assert JobStore().root == tmp_path / ".local/state/distrun"
 
 
 def test_a_new_job_has_plan_state_and_launcher(tmp_path: Path) -> None:

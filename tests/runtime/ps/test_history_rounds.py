@@ -640,7 +640,7 @@ def test_who_is_too_far_behind_is_named(serving: Serving) -> None:
     server.pull(0, 3)
     [note] = server.tick(10)
     assert (note.link, note.kind) == ("w0", Kind.WAITING)
-    assert note.body["text"] == "waiting for worker-1, key a, push 1 (staleness 2)"
+    assert note.body["text"] == "waiting for worker-1, key a, push 1 (staleness 2; a worker that is done calls leave())"
 
 
 @pytest.mark.parametrize("how", ["join", "leave", "bye"])

@@ -128,3 +128,45 @@ def test_a_store_loads_neither_torch_itself_nor_what_gpus_and_compiled_codecs_ne
         " assert not {'torch', 'cupy', 'numba', 'cuda', 'cupy_driver', 'gpu', 'gpu_memory', 'gpu_programs'} & loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+COLLECTIVES = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from cluster import run_job
+
+def script(kv):
+    rank = kv.rank
+    for _ in range(3):
+        made = kv.allreduce(torch.full((3, 4), rank + 1.0))
+        assert torch.equal(made, torch.full((3, 4), 3.0))
+        flags = torch.tensor([rank == 0, False])
+        assert kv.allreduce(flags).tolist() == [True, False]
+        assert kv.allreduce(flags, op="min").tolist() == [False, False]
+        half, weight = torch.ones(5, dtype=torch.bfloat16), torch.nn.Parameter(torch.full((3,), rank + 1.0))
+        assert kv.allreduce(half, half, op="mean") is half and half.eq(1).all()
+        kv.allreduce([weight, half], [weight, half], wait=False).wait()
+        assert weight.tolist() == [3, 3, 3] and half.eq(2).all()
+        assert kv.allgather(torch.tensor([rank, 5])).tolist() == [[0, 5], [1, 5]]
+        assert kv.allgather(torch.tensor(rank == 0)).tolist() == [True, False]
+        assert kv.broadcast(None, torch.tensor([rank]), root=1).tolist() == [1]
+        assert kv.reduce_scatter(torch.arange(4.0).reshape(2, 2)).tolist() == [[0, 2], [4, 6]][rank]
+        turned = torch.arange(6.0).reshape(2, 3).t()
+        assert torch.equal(kv.allreduce(turned), 2 * turned)
+    found = kv.allgather_object({"a": torch.full((2,), rank, dtype=torch.bfloat16)})
+    assert torch.equal(found[1]["a"], torch.ones(2, dtype=torch.bfloat16))
+    empty = kv.empty((3, 2), torch.bfloat16).fill_(1.5)
+    kv.declare("w", (3, 2), torch.bfloat16)
+    kv.pushpull("w", empty)
+    assert empty.dtype == torch.bfloat16 and empty.eq(3).all()
+
+run_job(script, 2, 1)
+"""
+
+
+@pytest.mark.peers
+def test_tensors_go_through_collective_calls_as_arrays_do() -> None:
+    words = [python_of("torch"), "-c", COLLECTIVES, str(ROOT / "tests" / "support"), str(ROOT / "runtime")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

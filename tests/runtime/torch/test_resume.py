@@ -33,6 +33,7 @@ import sys
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 import distrun_runtime.torch as dt
 
 DATA = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(24, 4).sin(), torch.arange(24.0).reshape(24, 1).cos())
@@ -74,6 +75,7 @@ if len(sys.argv) == 2:  # with another number of workers: what is left of the ep
     print("left", len(run.seen), len(set(run.seen)), "weights", weights)
     raise SystemExit
 
+rank = dt.rank()
 first = Run(0)
 expected = first.train(0, (1, 1))
 again = Run(1)
@@ -83,13 +85,35 @@ found = again.train(start.epoch)
 same = [torch.equal(one, other) for one, other in zip(expected, found)]
 print("bit by bit", all(same), first.seen == again.seen, len(again.seen))
 
-for act in (lambda: dt.save(PATH + "/x", again.net), lambda: dt.resume(PATH + "/x", again.net)):
+class Stateless:
+    load_state_dict = None
+
+    def state_dict(self):
+        return {0: {}}[dt.rank()]  # fails on worker-1
+
+
+net, other = nn.Linear(4, 1), nn.Linear(4, 1)
+opts = [dt.ServerOptimizer(each, "adamw", states=sys.argv[1] + "-states") for each in (net, other)]
+net(DATA[:][0]).sum().backward()
+opts[0].step()
+dt.save(PATH + "-served", net, opts[0])
+dt.resume(PATH + "-served", other, opts[1])
+print("bit by bit on servers", torch.equal(net.weight, other.weight))
+
+torch.distributed.init_process_group("distrun")
+sharded = fully_shard(nn.Linear(2, 2))
+for act in (
+    lambda: dt.save(PATH, sharded),
+    lambda: dt.save(PATH, again.net, part=Stateless(), other=opts[0]),
+    lambda: dt.mean(rank, weight=-rank),
+    lambda: dt.save(PATH + "/x", again.net),
+    lambda: dt.resume(PATH + "/x", again.net),
+):
     try:
         act()
     except ValueError as err:
-        print("refused", str(err).replace(sys.argv[1], "PATH"))
+        print("refused", str(err).split(";")[0])
 
-rank = dt.rank()
 if rank == 0:  # a file of a run with one worker
     found = torch.load(PATH, weights_only=True)
     torch.save({**found, "streams": found["streams"][:1]}, PATH + "-of-one")
@@ -98,6 +122,8 @@ for _ in range(2):
     dt.resume(PATH + "-of-one", again.net)
     draws.append([float(torch.rand(1)), float(np.random.rand()), random.random()])
 print("random", draws[0] == draws[1], [dt.mean(draw) != draw for draw in draws[0]])
+nothing = torch.tensor(1.0 if rank else float("nan"))
+print("mean of some", dt.mean(nothing, weight=rank).item())
 print("mean", dt.mean(rank), dt.mean(torch.tensor([rank, 2])).tolist(), dt.mean(rank, weight=3 if rank else 1))
 print("holds", dt.any(rank == 1), dt.all(rank == 1), dt.any(torch.tensor([rank == 0, False])).tolist())
 """
@@ -112,11 +138,21 @@ def test_workers_go_on_bit_by_bit_with_random_numbers_of_their_own_and_agree_on_
     lines = [line for line in done.stdout.splitlines() if not line.startswith("weights")]
     texts = sorted(set(lines))
     assert sorted(lines) == sorted(texts * 2), "both workers say the same"
-    assert texts[0] == "bit by bit True True 8"
-    assert texts[1:3] == ["holds True False [True, False]", "mean 0.5 [0.5, 2.0] 0.75"]
-    assert texts[3] == "random True [True, True, True]"
-    said = [re.match(r"refused worker-0 could not (\w+) PATH/x: NotADirectoryError", text) for text in texts[4:]]
-    assert [match and match[1] for match in said] == ["read", "save"]
+    assert texts[:4] == [
+        "bit by bit True True 8",
+        "bit by bit on servers True",
+        "holds True False [True, False]",
+        "mean 0.5 [0.5, 2.0] 0.75",
+    ]
+    assert texts[4:6] == ["mean of some 1.0", "random True [True, True, True]"]
+    assert texts[6] == "refused weights are finite numbers from 0, and not all are 0"
+    said = [re.match(r"refused worker-(. could not \w+) \S+: (\w+)", text).groups() for text in texts[7:]]
+    assert said == [
+        ("0 could not read", "NotADirectoryError"),
+        ("0 could not save", "NotADirectoryError"),
+        ("0 could not save", "KVError"),
+        ("1 could not save", "KeyError"),
+    ]
 
     env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
     command = [python_of("torch"), str(tmp_path / "program.py"), path]
