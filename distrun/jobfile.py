@@ -85,19 +85,25 @@ def configured(section: str, env: Mapping[str, str], engines: Callable[[], Colle
     return load(path, engines=engines).engines.get(section, {}) if path.is_file() else {}
 
 
-def load(path: Path, below: tuple[str, ...] = (), engines: Callable[[], Collection[str]] | None = None) -> JobFile:
+def load(
+    path: Path,
+    below: tuple[str, ...] = (),
+    engines: Callable[[], Collection[str]] | None = None,
+    content: bytes | None = None,
+) -> JobFile:
     """Read a file.
 
     Arguments:
         path: the file.
         below: the table that holds everything, `TOOL`; empty: the whole file.
         engines: gives the names that sections of engines may have; None: it may have none.
+        content: what was read of it; None: it is read here.
 
     Raises:
         UsageError: it cannot be read or understood.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = (path.read_bytes() if content is None else content).decode("utf-8-sig")
     except (OSError, ValueError) as err:
         raise UsageError(f"cannot read {path}: {getattr(err, 'strerror', None) or err}") from err
     return parse(text, str(path), path.absolute().parent, below, engines)

@@ -171,7 +171,7 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None, rows: Iterabl
         from distrun.hosts.ranges import fold
 
         # What was on standard input has been read.
-        options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
+        options = {**options, "hostfile": None, "hosts": inventory.as_list() or fold(inventory.names)}
     for row in rows:
         value = options.get(row.key, row.default)
         if value == row.default:
@@ -281,17 +281,26 @@ def record(given: Layer, found: Inventory | None, say: Say) -> dict[str, Any]:
         if row is None:
             record[key] = value
         elif key in MERGED:
-            record[key], lost = without_secrets(key, value)
+            record[key], lost = without_secrets(key, map(_whole_file, value) if key == "env" else value)
             if lost and key != "env":
                 names = ", ".join(lost)
                 say(f"{row.name}: the value of {names} is not recorded; for a rerun, give it again", "debug")
-        elif key == "hostfile" and value == "-" and found is not None:
-            from distrun.hosts.ranges import fold
-
-            record["hosts"] = fold(list(found.names))  # what was on standard input has been read
+        elif key == "hostfile" and value == "-":
+            listed = found.as_list() if found is not None else ""  # what was on standard input has been read
+            record["hosts" if listed else key] = listed or value
         elif not row.typed_only and origin not in environ.BY_NAME:
             record[key] = _whole(value) if row.is_path else value
+    if "hosts" in record and "hostfile" in given:
+        record.pop("hostfile_format", None)  # it was that of the file
     return record
+
+
+def _whole_file(word: str) -> str:
+    """Return a word of --env with the whole path of the file that it names, if it names one."""
+    from distrun.request import FILED
+
+    filed = re.match(FILED, word, re.DOTALL)
+    return f"{filed[1]}@{os.path.abspath(filed[2])}" if filed else word
 
 
 def _whole(paths: Any) -> Any:

@@ -38,7 +38,8 @@ def check(request: JobRequest) -> str:
     """
     script = _script(request.command) if request.shell is not True else ""
     is_here = request.launcher == "local"
-    is_copied = bool(request.sync_rules and request.sync_dst_dir) and not os.path.isabs(script)
+    is_inside = not os.path.isabs(script) and not os.path.normpath(script).startswith("..")
+    is_copied = bool(request.sync_rules and request.sync_dst_dir) and is_inside
     specs = request.hosts.specs if request.hosts else ()
     moves = request.activated is None or any(spec.workdir for spec in specs)
     if not script or moves or not (is_here or is_copied) or (request.sync_rules and request.sync_rules.extra):
@@ -50,7 +51,7 @@ def check(request: JobRequest) -> str:
         if is_copied:
             wrong = UsageError(f"there is no {script} in {request.cwd}, which is copied to the hosts", _near(path))
     elif os.path.isfile(path) and (finding := _syntax(path, script)) is not None:
-        if not is_here:
+        if not is_here or request.activate:  # Which Python that brings is not known.
             return f"{finding.head} (by this Python)"
         if _fails(request, path):
             wrong = InvalidScriptError(str(finding))

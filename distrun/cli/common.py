@@ -110,7 +110,7 @@ class JobCommand(click.Command):
         profile = typed["profile"].value if "profile" in typed else ""
         env = environ.snapshot()
         config = user_path(env)
-        project = _project()
+        project, content = _project()
         if not (file or profile or project or os.path.isfile(config)):
             return [of_environment(env)]
         from pathlib import Path
@@ -120,7 +120,7 @@ class JobCommand(click.Command):
 
         found = [jobfile.load(Path(file))] if file else []
         if project:
-            found.append(jobfile.load(Path(project), jobfile.TOOL))
+            found.append(jobfile.load(Path(project), jobfile.TOOL, content=content))
         if os.path.isfile(config):
             found.append(jobfile.load(Path(config), engines=engines))
         profiles = [each.profiles.get(profile, {}) for each in found]
@@ -133,23 +133,27 @@ class JobCommand(click.Command):
         return [of_environment(env), *profiles[:mine], *plain[:mine], *profiles[mine:], *plain[mine:]]
 
 
-def _project() -> str:
-    """Return the nearest pyproject.toml with a table for distrun; empty: there is none.
+def _project() -> tuple[str, bytes]:
+    """Return the path and the content of the nearest pyproject.toml with a table for distrun; empty: there is none.
 
-    A file of another user is not taken: whoever can write to a folder above this one could run commands here by it.
+    A file of another user, or a link of theirs, is not taken: whoever can write to a folder above this one could run
+    commands here by it.
     """
     from distrun.requesting import current_folder
 
     folder = current_folder()
     while True:
         path = os.path.join(folder, "pyproject.toml")
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if b"tool.distrun" in file.read():
-                if os.stat(file.fileno()).st_uid in (0, os.getuid()):
-                    return path
-                say(f"{path} is ignored: it belongs to another user", "warning")
+        with contextlib.suppress(OSError):
+            if os.path.isfile(path):  # else it may be a pipe of somebody's, on which this would wait
+                with open(path, "rb") as file:
+                    content, owner = file.read(), os.stat(file.fileno()).st_uid
+                if b"tool.distrun" in content:
+                    if {owner, os.lstat(path).st_uid} <= {0, os.getuid()}:
+                        return path, content
+                    say(f"{path} is ignored: it belongs to another user", "warning")
         if folder == (folder := os.path.dirname(folder)):
-            return ""
+            return "", b""
 
 
 def takes(*rows: Option) -> Callable[[Function], Function]:

@@ -76,6 +76,21 @@ class Inventory:
         """
         return self._by_name[name]
 
+    def as_list(self) -> str:
+        """Return the hosts as `--hosts` names them; empty: something is said of one that no list can say."""
+        from distrun.hosts.ranges import expand, fold  # not for every launch
+
+        words = []
+        for spec in self.specs:
+            if spec != HostSpec(spec.name, spec.user, spec.port, spec.slots):
+                return ""
+            user = f"{spec.user}@" if spec.user else ""
+            port = "" if spec.port is None else f":{spec.port}"
+            slots = "" if spec.slots is None else f"*{spec.slots}"
+            words.append(user + (f"[{spec.name}]" if ":" in spec.name else spec.name) + port + slots)
+        folded = fold(self.names)
+        return folded if words == expand(folded) else ",".join(words)
+
     @functools.cached_property
     def _by_name(self) -> dict[str, HostSpec]:
         return {spec.name: spec for spec in self.specs}

@@ -41,6 +41,13 @@ def test_what_another_python_may_take_is_a_warning(folder: Distrun) -> None:
     assert b"warning: wrong.py:2:4: SyntaxError: invalid syntax" in done.stderr
 
 
+def test_what_an_activated_python_or_a_folder_beside_the_copy_may_have_is_no_error(folder: Distrun) -> None:
+    (folder.work / "venv" / "bin").mkdir(parents=True)
+    done = folder.answer(*LOCAL, "--activate", "venv:venv", "--dry-run", "python3", "wrong.py")
+    assert b"(by this Python)" in done.stderr
+    assert b"there is no" not in folder.answer(*COPIED, "--dry-run", "python3", "../new.py").stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -310,7 +310,7 @@ class NodeSession:
             if self._is_closed or not self._thread.is_alive():
                 request.resolve((), self._dead())
 
-        commitment = commitment or Commitment()
+        commitment = Commitment() if commitment is None else commitment  # A list of sends may be empty.
         try:
             commitment.is_begun = True
             begun(request)

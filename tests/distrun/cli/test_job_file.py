@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,40 @@ def test_a_pyproject_toml_of_another_user_is_ignored(distrun: Distrun) -> None:
     done = distrun.answer("config")
     assert done.stdout == b""
     assert b"pyproject.toml is ignored: it belongs to another user" in done.stderr
+    # Nor is a file of this user to which another one has put a link: its relative paths would be the other's.
+    os.chown((distrun.work / "pyproject.toml").rename(distrun.home / "mine.toml"), 0, -1)
+    (distrun.work / "pyproject.toml").symlink_to(distrun.home / "mine.toml")
+    assert config(distrun) == "workers = 7\n"
+    os.lchown(distrun.work / "pyproject.toml", 4711, -1)
+    assert config(distrun) == ""
+
+
+def test_a_pyproject_toml_that_is_no_file_is_not_waited_for(distrun: Distrun) -> None:
+    os.mkfifo(distrun.work / "pyproject.toml")
+    assert distrun.run("config").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "recorded"),
+    [
+        ("h2\nh1\n", 'hosts = "h2,h1"'),
+        ("h1\nh2\n", 'hosts = "h[1-2]"'),
+        ("bob@h1:2222 slots=4\nfe80::1 port=22\n", 'hosts = "bob@h1:2222*4,[fe80::1]:22"'),
+        ("h1 gpus=2\n", 'hostfile = "-"'),
+    ],
+)
+def test_hosts_from_standard_input_are_recorded_with_all_that_is_said_of_them(
+    distrun: Distrun, hosts: str, recorded: str
+) -> None:
+    words = ("launch", "-n", "1", "-s", "0", "-H", "-", "--print-config", "true")
+    argv = ["sh", "-c", 'printf \'%s\' "$0" | "$@"', hosts, *distrun.argv(*words)]
+    found = subprocess.run(argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=100, check=True)
+    assert recorded in found.stdout.decode().splitlines()
+
+
+def test_files_of_variables_are_recorded_with_their_whole_paths(job: Distrun) -> None:
+    done = job.answer("launch", "-n", "1", "--env", "KEY@key.txt", "--print-config", "true")
+    assert f'KEY = {{file = "{job.work}/key.txt"}}' in done.stdout.decode().splitlines()
 
 
 def test_files_of_secrets_are_not_copied(distrun: Distrun) -> None:
