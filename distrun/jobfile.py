@@ -327,7 +327,7 @@ def _unknown(path: tuple[str, ...]) -> str:
         near = difflib.get_close_matches(key, [*known, *options], n=1)
         meant = (known.get(near[0]) or options[near[0]].path) if near else None
     wrong = f"unknown key {path[-1]!r}" + (f" in [{table[0]}]" if table else "")
-    if meant is None:
+    if meant in (None, path):  # A profile has no profiles.
         return wrong
     place = "" if meant[:-1] == table else f" in [{meant[0]}]" if meant[:-1] else ", above all tables"
     return f"{wrong}: did you mean {meant[-1]}{place}?"

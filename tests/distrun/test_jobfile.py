@@ -106,6 +106,7 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ("env = 1", "env: expected a table, found 1"),
         ("profile = 1", "job.toml:1:11: expected tables, such as [profile.lab]"),
         ("[profile]\nlab = 1", "job.toml:2:7: expected a table: [profile.lab]"),
+        ("[profile.lab]\nprofile = 1", "job.toml:2:1: unknown key 'profile'\n"),
         ("[profile.lab]\nworkrs = 1", "job.toml:2:1: unknown key 'workrs': did you mean workers?"),
         ('name = "x', "job.toml:1:10: "),
     ],
