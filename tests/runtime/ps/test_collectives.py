@@ -86,6 +86,7 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
             lambda: kv.allreduce(np.zeros(3 + kv.rank, np.float32)),
             lambda: kv.allreduce(np.zeros(3, np.float32), op=("sum", "max")[kv.rank]),
             lambda: (kv.allgather, kv.allreduce)[kv.rank](np.zeros(3, np.int32)),
+            lambda: kv.allreduce([np.zeros(3, np.float32)] * (2 + kv.rank)),
         ):
             with pytest.raises(KVError) as caught:
                 call()
@@ -93,11 +94,12 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
         assert kv.allreduce(np.ones(1)).tolist() == [2]
         return told
 
-    for shapes, ops, calls in run(script, 2, 1):
+    for shapes, ops, calls, counts in run(script, 2, 1):
         for text, *words in (
             (shapes, "(3,) float32", "(4,) float32"),
             (ops, "op='sum'", "op='max'"),
             (calls, "allgather", "allreduce"),
+            (counts, "of 2", "of 3"),
         ):
             assert all(word in text for word in (*words, "worker-0", "worker-1", "fix: ")), text
 
@@ -156,6 +158,22 @@ def test_a_callback_that_does_not_wait_leaves_the_error_to_the_next_call(run: Ru
             kv.pull("a", np.ones(2, np.float32))
 
     run(script, 1, 1, type_name="dist_async")
+
+
+def test_a_store_with_an_error_that_was_not_told_is_closed_all_the_same(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.allreduce(np.ones(1))
+        kv.init("a", np.zeros(2, np.float32))
+        failed = threading.Event()
+        kv.push("a", np.ones(2, np.float32), wait=False).when_done(failed.set)
+        assert failed.wait(60)
+        with pytest.raises(KVError, match="needs a rule"):
+            kv.close()
+        assert kv.is_closed
+        assert kv._through is not None
+        assert kv._through.is_closed
+
+    run(script, 2, 1, type_name="dist_async")
 
 
 OBJECTS = [
@@ -364,6 +382,13 @@ def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytes
                     np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
                     kv.allreduce(value, value, op="max", wait=False).wait()
                     np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
+                    gone_on = threading.Event()
+                    pending = kv.allreduce([value], [value], wait=False)
+                    pending.add_done_callback(lambda one: gone_on.set())  # noqa: B023
+                    assert gone_on.wait(60)
+                with torch.stream(torch.new_stream(kv.rank)):
+                    pending.wait()
+                    np.testing.assert_allclose(value.get(), 2 * (own(kv, 30) % 10 + step + 5))
                     value.set(own(kv, 30))
                     kv.broadcast(None, value, value, root=1)
                     np.testing.assert_array_equal(value.get(), own(kv, 30) % 10 + 10)
