@@ -203,7 +203,7 @@ Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
 
 
-class _Part(NamedTuple):
+class _SentPart(NamedTuple):
     """Messages of one kind that ask for something about the same keys."""
 
     kind: Kind
@@ -405,12 +405,12 @@ class Transfers:
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
         return self._contribute(what, [self._next(Kind.PUSH, route, loaded)], CallOptions(), skip=note)
 
-    def _next(self, kind: Kind, route: Route, loaded: Sequence[Loaded]) -> _Part:
+    def _next(self, kind: Kind, route: Route, loaded: Sequence[Loaded]) -> _SentPart:
         """Return this worker's contribution to the next round of keys."""
-        return _Part(kind, route, loaded, self._rounds[route.numbers] + 1)
+        return _SentPart(kind, route, loaded, self._rounds[route.numbers] + 1)
 
     def _contribute(
-        self, what: str, parts: Sequence[_Part], call: CallOptions, *, skip: Mapping[str, Any] | None = None
+        self, what: str, parts: Sequence[_SentPart], call: CallOptions, *, skip: Mapping[str, Any] | None = None
     ) -> Request:
         body = _body(call.scale)
         if skip is not None:
@@ -548,7 +548,7 @@ class Transfers:
 
     def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
         return self._send(
-            what, [_Part(Kind.PULL, route, loaded, self._rounds[route.numbers])], body={}, priority=priority
+            what, [_SentPart(Kind.PULL, route, loaded, self._rounds[route.numbers])], body={}, priority=priority
         )
 
     # Calls that are made by plans
@@ -647,7 +647,7 @@ class Transfers:
     def _send(
         self,
         what: str,
-        parts: Sequence[_Part],
+        parts: Sequence[_SentPart],
         *,
         body: Mapping[str, Any],
         priority: int,
