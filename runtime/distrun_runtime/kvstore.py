@@ -310,7 +310,7 @@ class KVStore(KVStoreBase):
         """Give keys a shape and dtype, and zeros as their first value: as `init`, but no value travels.
 
         Arguments:
-            shape: for all keys; or, for a list of keys, a list of as many.
+            shape: for all keys; or, for a list of keys, a list of as many: `(2, 3)` is a shape, `[2, 3]` are two.
             dtype: by name, or as numpy's or torch's; for all keys, or a list of as many.
 
         Raises:
@@ -594,17 +594,20 @@ class KVStore(KVStoreBase):
         """Return the objects of all workers, in the order of ranks; `value` as for `broadcast_object`."""
         return self._calls().allgather_object(value)
 
-    def take_part(self, key: Keys, out: object, *, wait: bool = True) -> Pending:
-        """Contribute nothing to the next round of keys, and write what the other workers push into `out`.
+    def exchange(
+        self, key: Keys, value: object, asked: Keys, out: object, *, wait: bool = True, scale: float = 1.0
+    ) -> Pending:
+        """Contribute values of keys to their next round, and write the round of the keys `asked` for into `out`.
 
-        For collective calls; of a synchronous store without a rule.
+        To those that are not among the first keys, this worker contributes nothing. For collective calls; of a
+        synchronous store without a rule.
         """
         self._ready()
         with BorrowedArrays() as borrowed:
-            keys, outs = self._outputs(key, out, borrowed)
-            if not keys.records:
-                return CompletedCall("the next round of no keys")
-            return awaited(borrowed.until(self._backend.take_part(keys, outs, CallOptions(waits=wait))), wait)
+            targets, outs = self._outputs(asked, out, borrowed)
+            keys, given, own = self._given(key, value, scale, borrowed)
+            call = CallOptions(lent=own, own=own, scale=scale)
+            return awaited(borrowed.until(self._backend.exchange(keys, given, targets, outs, call)), wait)
 
     def _calls(self) -> Collectives:
         """Return the collective calls without keys; the first time, all workers call it."""
@@ -921,13 +924,15 @@ class KVStore(KVStoreBase):
         self._lifetime.check_process()
         # Before it counts as closed: what was begun may need the store as it is.
         self._lifetime.line.finish()
-        if self._through is not None:
-            self._through.close()
-        if self._lifetime.close():
-            with self._lock:
-                self._selections.clear()
-            self._backend.close()
-            self._lifetime.late.raise_first()
+        try:
+            if self._through is not None:
+                self._through.close()
+        finally:
+            if self._lifetime.close():
+                with self._lock:
+                    self._selections.clear()
+                self._backend.close()
+                self._lifetime.late.raise_first()
 
     def give_up(self, error: BaseException) -> None:
         """Close a store that cannot be used, because of `error`; the process stays in the job.

@@ -250,12 +250,13 @@ class Borrowing:
 
 
 class Loan:
-    """The arrays that one call has borrowed. Threads: one at a time."""
+    """The arrays that one call has borrowed. Threads: one at a time, but for `end`, which waits for another one."""
 
     def __init__(self, borrowing: Borrowing) -> None:
         self._borrowing = borrowing
         self._order = borrowing.order
         self._thread = threading.get_ident()
+        self._ending = threading.Lock()
         self._memories: list[Borrowed] = []
 
     def add(self, arrays: Iterable[GpuArray]) -> None:
@@ -284,21 +285,22 @@ class Loan:
         Arguments:
             keeps: there may be more uses, after which it is called again.
         """
-        memories = self._memories
-        if not keeps:
-            self._memories = []
-        if not memories:
-            return
-        # First of all: a library that is asked for its stream may have something against it.
-        self._let_follow(self._by_stream(memories))
-        awaited = [memory for memory in memories if memory.is_awaited]
-        if threading.get_ident() != self._thread:
-            # That thread's own stream cannot be named in this one.
-            awaited += [memory for memory in memories if memory.stream == foreign.PER_THREAD]
-        self._let_follow(self._by_current_stream(memories))
-        for mark in self._order.marks(memory.uses for memory in awaited):
-            self._order.finish(mark)
-        self._borrowing.keeper.collect()
+        with self._ending:
+            memories = self._memories
+            if not keeps:
+                self._memories = []
+            if not memories:
+                return
+            # First of all: a library that is asked for its stream may have something against it.
+            self._let_follow(self._by_stream(memories))
+            awaited = [memory for memory in memories if memory.is_awaited]
+            if threading.get_ident() != self._thread:
+                # That thread's own stream cannot be named in this one.
+                awaited += [memory for memory in memories if memory.stream == foreign.PER_THREAD]
+            self._let_follow(self._by_current_stream(memories))
+            for mark in self._order.marks(memory.uses for memory in awaited):
+                self._order.finish(mark)
+            self._borrowing.keeper.collect()
 
     def _let_follow(self, streams: dict[StreamQueue, list[Borrowed]]) -> None:
         with self._order.locked():

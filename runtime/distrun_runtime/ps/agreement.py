@@ -250,6 +250,12 @@ def _facts_differ(one: Call, other: Call) -> str:
 
 
 def _records_differ(one: Call, other: Call) -> str:
+    both = one.message.body["records"], other.message.body["records"]
+    if both[0] != both[1] and any(record.get("call") for records in both for record in records):
+        pairs = enumerate(zip(*both, strict=False))
+        at = next((at for at, (mine, theirs) in pairs if describe(mine) != describe(theirs)), 0)
+        here, there = (_called(records, at) for records in both)
+        return f"worker-{one.rank} calls {here} where worker-{other.rank} calls {there}; {SAME_CALLS}"
     mine = {record["key"]: record for record in one.message.body["records"]}
     theirs = {record["key"]: record for record in other.message.body["records"]}
     for key in [*mine, *theirs]:
@@ -260,14 +266,16 @@ def _records_differ(one: Call, other: Call) -> str:
             assert record is not None
             declares = f"worker-{has.rank} declares key {record['key']!r} ({describe(record)})"
             return f"{declares}, worker-{lacks.rank} does not"
-        if left != right and (left.get("call") or right.get("call")):
-            here = f"worker-{one.rank} calls {describe(left)} where worker-{other.rank} calls {describe(right)}"
-            return f"{here}; {SAME_CALLS}"
         if left != right:
             fix = "" if left.get("label") == right.get("label") else "; " + SAME_ORDER
             has_one = f"worker-{one.rank} has {describe(left)}"
             return f"for key {left['key']!r} {has_one}, worker-{other.rank} has {describe(right)}{fix}"
     return ""
+
+
+def _called(records: Sequence[Record], at: int) -> str:
+    """Return a collective call by its array number `at`."""
+    return describe(records[at]) + (f" (array {at} of {len(records)})" if len(records) > 1 else "")
 
 
 SAME_CALLS = "fix: make the same collective calls in the same order on all workers, with equal shapes and dtypes"

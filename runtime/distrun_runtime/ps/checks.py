@@ -57,8 +57,6 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
 
 def against_delete(store: Store, shards: Array) -> str:
     """Return why keys cannot be deleted; empty: they can. That nothing is under way is the workers' business."""
-    if (shards < 0).any():
-        return "a deleted key is not known"
     busy = shards[store.halfway[shards] | store.owed[:, shards].any(axis=0)].tolist()
     return f"key {store.name(int(store.key[busy[0]]))!r}: a pull or an update is under way" if busy else ""
 

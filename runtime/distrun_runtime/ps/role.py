@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
@@ -385,6 +385,8 @@ class NodeRequest:
         """Where its deadline comes from, for people."""
         self.what = what
         """What was asked, for people: `pull of key 'w'`."""
+        self.keys: Collection[int] = ()
+        """Numbers of the keys that it is about, if it is a data call."""
         self.note = ""
         """What it waits for, as the other side last said."""
         self.awaited: tuple[str, ...] = ()

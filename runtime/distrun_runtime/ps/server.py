@@ -637,14 +637,16 @@ class Server:
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
-        store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
-        deletes = bool(message.body.get("delete"))
-        wrong = checks.against_delete(store, shards) if deletes else checks.against_init(store, message, shards)
-        if wrong:
+        if message.body.get("delete"):
+            # What is not here was deleted before, by a call that came to no end.
+            here = shards >= 0
+            batch = role.Batch(store, shards[here], message, message.entries[here])
+            wrong = checks.against_delete(store, batch.shards)
+            return [self._refuse(link, message, wrong) if wrong else role.Work(role.Forget(batch, link), reports=True)]
+        store.names.update({int(number): name for number, name in message.body.get("names", [])})
+        if wrong := checks.against_init(store, message, shards):
             return [self._refuse(link, message, wrong)]
-        if deletes:
-            return [role.Work(role.Forget(role.Batch(store, shards, message, message.entries), link), reports=True)]
         if message.body.get("assign"):
             store.fresh[shards] = True
             batch = role.Batch(store, shards, message, message.entries)

@@ -173,32 +173,36 @@ class Store:
         """Take back the shards that were added last: nothing came for them."""
         first = self.count - len(shards)
         for shard in range(first, self.count):
-            key = int(self.key[shard])
-            known = self.by_key[key]
-            known.remove(shard)
-            self._at.pop((key, int(self.offset[shard])), None)
-            if known:
-                self._first[key] = known[0]
-            else:
-                del self.by_key[key]
-                self._first[key] = -1
+            self._take_out(shard)
         for name in self._FLAT:
             getattr(self, name)[first : self.count] = 0
         self.last[:, first : self.count] = self.seen[:, first : self.count] = 0
         self.count = first
 
     def forget(self, shards: Array) -> None:
-        """Forget all shards of some keys. Their places in the table stay empty."""
+        """Forget shards, and their keys with the last of them. Their places in the table stay empty."""
         for shard in shards.tolist():
             key = int(self.key[shard])
-            self._at.pop((key, int(self.offset[shard])), None)
-            for known in (self.by_key, self.names, self.shapes):
-                known.pop(key, None)
+            self._take_out(shard)
+            if key not in self.by_key:
+                self.names.pop(key, None)
+                self.shapes.pop(key, None)
             for noted in (self.early, self.failed, self.late, self.skipping, self.skipped, self.pending):
                 noted.pop(shard, None)
-            self._first[key] = -1
         self.key[shards] = -1
         self.length[shards] = self.row_size[shards] = 0
+
+    def _take_out(self, shard: int) -> None:
+        """Let it be found no more."""
+        key = int(self.key[shard])
+        known = self.by_key[key]
+        known.remove(shard)
+        self._at.pop((key, int(self.offset[shard])), None)
+        if known:
+            self._first[key] = known[0]
+        else:
+            del self.by_key[key]
+            self._first[key] = -1
 
     def _make_room(self, count: int) -> None:
         if count <= self._room:

@@ -336,9 +336,17 @@ class StoreBackend(Protocol):
         """
         return None
 
-    def take_part(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
-        """Contribute nothing to the next round of dense keys, and write what the others push into the outputs."""
-        return self.pull(keys, outs, call)
+    def exchange(
+        self,
+        keys: Selection,
+        values: Sequence[Value],
+        asked: Selection,
+        outs: Sequence[Sequence[DeviceArray]],
+        call: CallOptions,
+    ) -> Pending:
+        """Push, and write the result of other dense keys into the outputs; to those that are not among the keys that
+        are pushed nothing is contributed. All of it is begun, or nothing."""
+        raise KVError(f"exchange: a {self.type!r} store has no other workers")
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""

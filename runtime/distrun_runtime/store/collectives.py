@@ -5,17 +5,17 @@ keys, rule, compression and saved states play no part. Calls of one kind - the s
 shapes and dtypes - share keys there, which the first of them declares. Each call is a round of these keys:
 
 * allreduce: a key for each array. A call is a `pushpull`.
-* broadcast: a key for each array. The root pushes; the others contribute nothing and receive the round (`take_part`).
+* broadcast: a key for each array. The root pushes; the others contribute nothing and receive the round.
 * allgather: a key for each array of each worker. A worker pushes its own and receives those of the others.
-* reduce_scatter: a key for each worker's part of each array. A worker pushes the parts of the others, and its own by a
-  `pushpull`.
+* reduce_scatter: a key for each worker's part of each array. A worker pushes all and receives its own.
 
-So a byte goes to the servers once, and once to each worker that wants it.
+So a byte goes to the servers once, and once to each worker that wants it. A call contributes to all its keys by one
+request: if it is refused or interrupted, all of them have its round, or none has. So no later call gets its values.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import struct
 import sys
 import threading
@@ -31,14 +31,10 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.store.keys import Zeros
 from distrun_runtime.store.objects import OBJECT_BYTES, decode, encode
 from distrun_runtime.store.pending import CompletedCall, Pending, awaited
-from distrun_runtime.store.values import array_of, output_of
+from distrun_runtime.store.values import array_of, output_of, outputs
 
 OPS = ("sum", "mean", "min", "max")
 BOOL: DType = np.dtype(np.bool_)
-KINDS = 256
-KEPT_BYTES = 1 << 30
-"""The oldest kinds of calls are forgotten, and declared anew when they come again, if there are more, or their keys
-have more bytes."""
 BLOCK_BYTES = 1024
 """So much of an object travels at once."""
 
@@ -52,15 +48,15 @@ class RoundsStore(Protocol):
 
     def declare(self, key: Any, shape: object) -> Pending: ...  # noqa: D102
 
-    def delete(self, key: Any) -> Pending: ...  # noqa: D102
-
     def push(self, key: Any, value: object, *, scale: float = 1.0) -> Pending: ...  # noqa: D102
 
     def pushpull(  # noqa: D102
         self, key: Any, value: object, out: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0
     ) -> Pending: ...
 
-    def take_part(self, key: Any, out: object, *, wait: bool = True) -> Pending: ...  # noqa: D102
+    def exchange(  # noqa: D102
+        self, key: Any, value: object, asked: Any, out: object, *, wait: bool = True, scale: float = 1.0
+    ) -> Pending: ...
 
 
 class _ScriptArray(NamedTuple):
@@ -160,13 +156,13 @@ class _ArraysOfCall:
 
 
 class _CallKind:
-    """Calls that share keys."""
+    """Calls that share keys. Their names are made of what the workers have to call alike, and of nothing else."""
 
-    def __init__(self, number: int, items: Sequence[Zeros]) -> None:
-        self.number = number
-        self.keys: list[Any] = [f"collective call {number}, array {place}" for place in range(len(items))]
+    def __init__(self, items: Sequence[Zeros]) -> None:
+        said = [f"{each.call} of shape {each.shape} {dtypes.name_of(each.dtype)}, {each.op}" for each in items]
+        kind = hashlib.sha256("; ".join(said).encode()).hexdigest()[:16]
+        self.keys: list[Any] = [f"array {at} of {len(said)} of {one} ({kind})" for at, one in enumerate(said)]
         self.items = list(items)
-        self.size_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in items)
         self.lock = threading.Lock()
         """Held while the keys are declared."""
         self.is_declared = False
@@ -184,12 +180,7 @@ class Collectives:
 
     def __init__(self, rank: int, workers: int, rounds: RoundsStore | None) -> None:
         self._rank, self._workers, self._rounds = rank, workers, rounds
-        self._lock = threading.Lock()
-        """Held while a call is begun that takes several steps, so that all its keys have the same rounds; never while
-        others are waited for."""
         self._kinds: dict[tuple[object, ...], _CallKind] = {}
-        self._count = 0
-        """How many there were."""
 
     def allreduce(self, value: object, out: object, op: str, wait: bool) -> Any:
         """See KVStore."""
@@ -210,7 +201,8 @@ class Collectives:
             return call.made(call.copied())
         keys = self._keys(zeros)
         if self._rank != root:
-            return call.made(rounds.take_part(keys, call.targets, wait=wait))
+            return call.made(rounds.exchange([], [], keys, call.targets, wait=wait))
+        outputs(keys, call.targets)  # As the others look at theirs: all make the call, or none does.
         rounds.push(keys, call.arrays)
         return call.made(call.copied())
 
@@ -221,10 +213,11 @@ class Collectives:
         parts = [[to[rank, ...] for to in call.targets] for rank in range(self._workers)]
         pending: Pending = CompletedCall(call.what)
         if rounds is not None and zeros:
-            mine, others, keys = self._split(self._keys(zeros), parts)
-            with self._lock:
-                rounds.push(mine, call.arrays)
-                pending = rounds.take_part(keys, others, wait=False)
+            keys = self._keys(zeros)
+            mine = self._mine(keys)
+            others = [array for rank, its in enumerate(parts) if rank != self._rank for array in its]
+            theirs = [*keys[: mine.start], *keys[mine.stop :]]
+            pending = rounds.exchange(keys[mine], call.arrays, theirs, others, wait=False)
         _copy(call.arrays, parts[self._rank])
         return call.made(pending)
 
@@ -239,12 +232,9 @@ class Collectives:
         if rounds is None or not zeros:
             _copy(parts[0], call.targets)
             return call.made(CompletedCall(call.what))
-        mine, others, keys = self._split(self._keys(zeros), parts)
-        scale = self._scale(op)
-        with self._lock:
-            rounds.push(keys, others, scale=scale)
-            pending = rounds.pushpull(mine, parts[self._rank], call.targets, wait=False, scale=scale)
-        return call.made(pending)
+        keys, given = self._keys(zeros), [array for its in parts for array in its]
+        mine, scale = keys[self._mine(keys)], self._scale(op)
+        return call.made(rounds.exchange(keys, given, mine, call.targets, wait=wait, scale=scale))
 
     def broadcast_object(self, value: object, root: int) -> Any:
         """See KVStore."""
@@ -287,45 +277,22 @@ class Collectives:
     def _scale(self, op: str) -> float:
         return 1 / self._workers if op == "mean" else 1.0
 
-    def _split(self, keys: list[Any], parts: list[list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the keys of this worker's parts, and the parts of the others with their keys."""
-        each = len(parts[0])
-        first, last = self._rank * each, (self._rank + 1) * each
-        others = [array for rank, its in enumerate(parts) if rank != self._rank for array in its]
-        return keys[first:last], others, [*keys[:first], *keys[last:]]
+    def _mine(self, keys: list[Any]) -> slice:
+        """Return where the keys of this worker's parts are among those of all."""
+        each = len(keys) // self._workers
+        return slice(self._rank * each, (self._rank + 1) * each)
 
     def _keys(self, items: Sequence[Zeros]) -> list[Any]:
         """Return the keys of a kind of calls, declared."""
         name = tuple(items)
-        kind = self._kinds.get(name)
-        if kind is None:
-            with self._lock:
-                kind = self._kinds.setdefault(name, _CallKind(self._count, items))
-                self._count += kind.number == self._count
+        kind = self._kinds.get(name) or self._kinds.setdefault(name, _CallKind(items))
         if not kind.is_declared:
             with kind.lock:
                 if not kind.is_declared:
                     assert self._rounds is not None
-                    try:
-                        self._make_room(kind, self._rounds)
-                        self._rounds.declare(kind.keys, kind.items)
-                    except BaseException:
-                        # The others fail, too; the next call of this kind has another number on all workers.
-                        self._kinds.pop(name, None)
-                        raise
+                    self._rounds.declare(kind.keys, kind.items)
                     kind.is_declared = True
         return kind.keys
-
-    def _make_room(self, new: _CallKind, rounds: RoundsStore) -> None:
-        """Forget the oldest kinds, alike on all workers, as these have begun the same kinds in the same order."""
-        while len(self._kinds) > KINDS or sum(kind.size_bytes for kind in self._kinds.values()) > KEPT_BYTES:
-            with self._lock:
-                name, oldest = next(iter(self._kinds.items()))
-                if oldest is new:
-                    return
-                del self._kinds[name]
-            if oldest.is_declared:
-                rounds.delete(oldest.keys)
 
 
 def _in_block(value: object, call: str) -> tuple[bytes, Array]:

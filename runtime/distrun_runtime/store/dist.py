@@ -398,9 +398,7 @@ class DistBackend(StoreBackend):
         what = f"{verb} of {named((record.key for record, _ in items))}"
         # What was pushed before comes before: here by waiting, on this connection by its order.
         try:
-            self._settle()
-            if verb == "delete":
-                self._link.finish()
+            self._settle([record.key for record, _ in items] if verb == "delete" else [])
         except BaseException:
             self._link.free(Kind.KEYS, call_number)
             raise
@@ -424,6 +422,7 @@ class DistBackend(StoreBackend):
         with self._lock:
             # What they keep is of keys by their names, which others may have now.
             self._plans.clear()
+            self._flush()
             self._gathering = CallBatch(self._flush)
             for record in records:
                 del self._transfers.shards[record.key]
@@ -492,12 +491,22 @@ class DistBackend(StoreBackend):
             push = self._push_now(keys, values, call)
             return Both(f"pushpull of {keys.named}", push, self._pull_now(keys, outs, call, own=True))
 
-    def take_part(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
-        with self._lock, self._link.span("take_part", keys=len(keys.records)):
+    def exchange(
+        self,
+        keys: Selection,
+        values: Sequence[Value],
+        asked: Selection,
+        outs: Sequence[Sequence[DeviceArray]],
+        call: CallOptions,
+    ) -> Pending:
+        what = f"the next round of {asked.named}"
+        with self._lock, self._link.span("exchange", keys=len(asked.records)):
             self.lifetime.check()
             self._begin()
             self._flush()
-            request, taking = self._transfers.take_part(f"the next round of {keys.named}", keys, call)
+            if asked.records[0] in keys.records:
+                return Both(what, self._push_now(keys, values, call), self._pull_now(asked, outs, call, own=True))
+            request, taking = self._transfers.exchange(what, keys, cast("Sequence[Array]", values), asked, call)
             self._note_unanswered(request)
             return SentCall(request, self._link, self.lifetime.late, partial(taking, outs, True), is_watched=True)
 
@@ -922,8 +931,8 @@ class DistBackend(StoreBackend):
         self._settle()
         self.lifetime.late.raise_first()
 
-    def _settle(self) -> None:
-        """Wait until the servers have answered all pushes, well or not."""
+    def _settle(self, keys: Sequence[Key] = ()) -> None:
+        """Wait until the servers have answered all pushes, and all that was asked of some keys, well or not."""
         with self._lock:
             self._begin()
             self._flush()
@@ -934,6 +943,8 @@ class DistBackend(StoreBackend):
                 # process has ended.
                 pushes.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, after=pushes))
                 self._transfers.is_on_gpu = False
+            numbers = {self._transfers.shards[key][0].key for key in keys}
+            pushes += [request for request in self._link.under_way if not numbers.isdisjoint(request.keys)]
         for request in pushes:
             try:
                 request.wait(self._link.limit_s)

@@ -169,11 +169,10 @@ class StoreLink:
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
 
-    def finish(self) -> None:
-        """Wait until all that was asked is answered, well or not."""
-        for request in list(self._under_way):
-            with suppress(RuntimeFault):
-                request.wait(self.limit_s)
+    @property
+    def under_way(self) -> list[NodeRequest]:
+        """What was asked and is not answered."""
+        return list(self._under_way)
 
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.

@@ -22,6 +22,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.dtypes import DType
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.values import refuse_mask
 
 OBJECT_BYTES = 64 * 1024 * 1024
 """The most that an object may take."""
@@ -70,6 +71,7 @@ def _node(value: Any, where: str, frames: list[bytes], depth: int) -> Any:
     if isinstance(value, (bytes, bytearray)):
         frames.append(bytes(value))
         return ["bytes", len(value)]
+    refuse_mask(value, where)
     if not isinstance(value, np.ndarray) and not foreign.is_tensor(value):
         raise KVError(
             f"{where}: found {type(value).__name__}; expected None, bool, int, float, str, bytes, an array of numpy or"

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distrun_runtime.arrays import device as devices
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed, TimedOut
 from distrun_runtime.ps.shards import Notes
 
@@ -79,13 +80,16 @@ class Pending(ABC):
         """Have `call(pending)` called once, when outputs are filled, or the call has failed: then `wait` raises why.
 
         It is called in a thread of the store, one after the other; it must not wait for other calls. What it raises is
-        shown on stderr. Nothing is called in a forked child.
+        shown on stderr. For what was under way, nothing is called in a forked child.
         """
-        self.when_done(lambda: _CALLBACKS.put(self, call))
+        self.when_done(lambda: _callbacks().put(self, call))
 
     @abstractmethod
     def when_done(self, act: Callable[[], None]) -> None:
         """Call `act` once it is done: now, or soon, in any thread, which must not wait. Not for users."""
+
+    def fill(self) -> None:  # noqa: B027  # most calls have no outputs, or have filled them
+        """Fill the outputs of a call that is done; what is wrong with it is left for `wait` to raise. Not for users."""
 
     def note_reads(self) -> None:  # noqa: B027  # most calls have nothing to note
         """Note that what the program has queued on GPUs by now may read the outputs. Not for users.
@@ -128,16 +132,22 @@ class _Callbacks:
     def _work(self) -> None:
         while True:
             pending, call = self._due.get()
-            with suppress(Exception):  # It is for those who wait for it, such as the callback.
-                pending.wait()
+            # One that ends the script elsewhere, such as SystemExit, would end this thread, and with it all callbacks.
+            with suppress(BaseException):  # It is for those who wait for it, such as the callback.
+                pending.fill()
             try:
                 call(pending)
-            except Exception:
+            except BaseException:
                 traceback.print_exc()
             del pending, call  # And the arrays that they refer to.
 
 
-_CALLBACKS = _Callbacks()
+_CALLBACKS: dict[int, _Callbacks] = {}
+"""By process: a forked child has no thread of its parent's, and perhaps its lock held."""
+
+
+def _callbacks() -> _Callbacks:
+    return _CALLBACKS.get(own_pid()) or _CALLBACKS.setdefault(own_pid(), _Callbacks())
 
 
 class Late:
@@ -176,6 +186,11 @@ class Late:
         """Note that `owner` was waited for, and so told its caller itself."""
         with self._lock:
             self._errors.pop(owner, None)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether `raise_first` would raise one, now or when nobody waits for its call any more."""
+        return bool(self._errors)
 
     def raise_first(self) -> None:
         """Raise the first error, if there is any; what the others say, which mostly follow from it, are its notes."""
@@ -317,6 +332,11 @@ class _BorrowingCall(Pending):
                 self._borrowed.give_back(keeps=True)
             raise
         self._borrowed.give_back()
+
+    def fill(self) -> None:
+        """Let the streams that were current follow what fills the outputs; `wait` lets those follow that are then."""
+        self._call.fill()
+        self._borrowed.give_back(keeps=True)
 
     def when_done(self, act: Callable[[], None]) -> None:
         """Call it when the call is."""

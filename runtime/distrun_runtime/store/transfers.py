@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -109,6 +109,12 @@ class SentCall(Pending):
         """Call it when all replies are there, or an error is."""
         self._request.then(lambda error: act())
 
+    def fill(self) -> None:
+        """Take the replies in; raises what went wrong, which nobody is told of."""
+        check_process(self._pid, self.what)
+        if not self._is_over and self._request.error is None and not self._late.has_errors:
+            self._take_in(self._request.replies)
+
     def left_waiting(self) -> None:
         """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
         self._is_left = True
@@ -138,15 +144,19 @@ class SentCall(Pending):
                 # An earlier push may have been refused: then the servers answered that first, and this is not its
                 # result.
                 self._late.raise_first()
-                with self._lock, self._link.stage(COPY_IN):
-                    if self.take is not None:
-                        self.skipped = self.take(replies)
-                    # Last: one that was interrupted is to be waited for again.
-                    self.take = None
-                    self._request.forget()
-            if self._settle is not None:
-                self._settle()
+            self._take_in(replies)
         self._is_over = True
+
+    def _take_in(self, replies: tuple[Message, ...]) -> None:
+        if self.take is not None:
+            with self._lock, self._link.stage(COPY_IN):
+                if self.take is not None:
+                    self.skipped = self.take(replies)
+                # Last: one that was interrupted is to be waited for again.
+                self.take = None
+                self._request.forget()
+        if self._settle is not None:
+            self._settle()
 
 
 class Both(Pending):
@@ -161,6 +171,12 @@ class Both(Pending):
     def is_done(self) -> bool:
         """Whether both are."""
         return self._push.is_done and self._then.is_done
+
+    def fill(self) -> None:
+        """Take in what both got."""
+        self._push.fill()
+        self._then.fill()
+        self.skipped = self._then.skipped
 
     def when_done(self, act: Callable[[], None]) -> None:
         """Call it when both are."""
@@ -185,6 +201,16 @@ Taking = Callable[["Sequence[Sequence[DeviceArray]]", bool, "tuple[Message, ...]
 
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
+
+
+class _SentPart(NamedTuple):
+    """Messages of one kind that ask for something about the same keys."""
+
+    kind: Kind
+    route: Route
+    loaded: Sequence[Loaded]
+    rounds: Array
+    """Of the keys, in the order of the route's numbers."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +295,7 @@ class Transfers:
         if call.own or (call.lent and not call.waits):
             in_place = self._in_place(route, arrays)
         loaded += self._load(route, keys, arrays, call.lent, in_place)
-        request = self._contribute(what, Kind.PUSH, route, loaded, call)
+        request = self._contribute(what, [self._next(Kind.PUSH, route, loaded)], call)
         to_release = frozenset() if call.own else in_place
         return request, lambda: self._release(what, route, to_release)
 
@@ -339,7 +365,7 @@ class Transfers:
         # if the call waits; of a push that waits only the store's own sums are lent.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded = self._load(route, keys, values, False, in_place)
-        request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
+        request = self._contribute(what, [self._next(Kind.PUSHPULL, route, loaded)], call)
         return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
 
     def _taken(
@@ -357,36 +383,41 @@ class Transfers:
         self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
         return notes
 
-    def take_part(self, what: str, keys: Selection, call: CallOptions) -> tuple[NodeRequest, Taking]:
-        """Contribute nothing to the next round of keys, and ask for what comes of it; return as `pushpull`."""
-        route = self._routes(keys).plain
-        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
-        return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
+    def exchange(
+        self, what: str, keys: Selection, values: Sequence[Array], asked: Selection, call: CallOptions
+    ) -> tuple[NodeRequest, Taking]:
+        """Send one value of each key, contribute nothing to the next round of others, and ask for what comes of that.
+
+        It is one request: all of it is sent, or nothing. Returns as `pushpull`, for the keys that are asked for.
+        """
+        route = self._routes(asked).plain
+        parts = [self._next(Kind.PUSHPULL, route, [(portion, (), Payload.NONE) for portion in route.portions])]
+        if keys.records:
+            push = self._routes(keys).plain
+            parts.append(self._next(Kind.PUSH, push, self._load(push, keys, values, False, frozenset())))
+        request, count = self._contribute(what, parts, call), len(route.portions)
+        taking = partial(self._taken, route=route, rounds=parts[0].rounds, records=asked.records)
+        return request, lambda outs, own, replies: taking(outs, own, replies[:count])
 
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> NodeRequest:
         """Send that this worker has the next round of keys skipped."""
         route = self._routes(keys).plain
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        return self._contribute(what, Kind.PUSH, route, loaded, CallOptions(), skip=note)
+        return self._contribute(what, [self._next(Kind.PUSH, route, loaded)], CallOptions(), skip=note)
+
+    def _next(self, kind: Kind, route: Route, loaded: Sequence[Loaded]) -> _SentPart:
+        """Return this worker's contribution to the next round of keys."""
+        return _SentPart(kind, route, loaded, self._rounds[route.numbers] + 1)
 
     def _contribute(
-        self,
-        what: str,
-        kind: Kind,
-        route: Route,
-        loaded: Sequence[Loaded],
-        call: CallOptions,
-        *,
-        skip: Mapping[str, Any] | None = None,
+        self, what: str, parts: Sequence[_SentPart], call: CallOptions, *, skip: Mapping[str, Any] | None = None
     ) -> NodeRequest:
         body = _body(call.scale)
         if skip is not None:
             body["skip"] = dict(skip)
-        rounds = self._rounds[route.numbers] + 1
-        request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority, counts=route.numbers)
+        request = self._send(what, parts, body=body, priority=call.priority, counts=True)
         # Not `loaded`: its frames are free when their own message is answered.
-        self._carries(request, [portion for portion, _, _ in loaded])
+        self._carries(request, [portion for part in parts for portion, _, _ in part.loaded])
         return request
 
     def _carries(self, request: NodeRequest, portions: Sequence[Portion]) -> None:
@@ -516,7 +547,9 @@ class Transfers:
         return request, take
 
     def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> NodeRequest:
-        return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
+        return self._send(
+            what, [_SentPart(Kind.PULL, route, loaded, self._rounds[route.numbers])], body={}, priority=priority
+        )
 
     # Calls that are made by plans
 
@@ -581,10 +614,15 @@ class Transfers:
         pairs = zip(made.plan.messages, made.sends, strict=True)
         loaded = [(each.portion, send.frames[2:], payload) for each, send in pairs]
         messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
-        return Asked(made.plan.done.what, messages, entries_of=partial(self._entries_again, loaded, made.rounds))
+        return Asked(
+            made.plan.done.what,
+            messages,
+            entries_of=partial(self._entries_again, [(each, made.rounds) for each in loaded]),
+        )
 
     def goes_on(self, made: PlannedCall, request: NodeRequest) -> Taking:
         """A steady call has become a request; return what takes its replies in."""
+        request.keys = made.plan.route.numbers.tolist()
         made.plan.renew()
         if made.plan.name[0] is not Kind.PULL:
             self._carries(request, made.plan.route.portions)
@@ -609,39 +647,42 @@ class Transfers:
     def _send(
         self,
         what: str,
-        kind: Kind,
-        loaded: Sequence[Loaded],
-        rounds: Array,
+        parts: Sequence[_SentPart],
         *,
         body: Mapping[str, Any],
         priority: int,
-        counts: Array | None = None,
+        counts: bool = False,
     ) -> NodeRequest:
-        """Send messages; `counts`: numbers of the keys whose rounds these are from now on."""
+        """Send messages as one request; `counts`: their rounds are those of their keys from now on."""
         measured = self._link.node.stages
-        is_measured = measured.is_on and kind is not Kind.PUSH
+        is_measured = measured.is_on and parts[0].kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
         commitment = Commitment()
         try:
-            if counts is not None:
-                self._rounds[counts] = rounds
-            messages = self._messages(kind, loaded, rounds, body, priority)
+            for part in parts if counts else ():
+                self._rounds[part.route.numbers] = part.rounds
+            messages = [
+                message
+                for part in parts
+                for message in self._messages(part.kind, part.loaded, part.rounds, body, priority)
+            ]
             began = time.monotonic()
-            again = partial(self._entries_again, loaded, rounds)
+            again = partial(self._entries_again, [(each, part.rounds) for part in parts for each in part.loaded])
             # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
             request = self._link.ask(what, messages, entries_of=again, commitment=commitment)
         except BaseException:
-            if counts is not None and not commitment.is_begun:
-                self._rounds[counts] = rounds - 1  # It was interrupted: the next call is this round.
+            for part in parts if counts and not commitment.is_begun else ():
+                self._rounds[part.route.numbers] = part.rounds - 1  # It was interrupted: the next call is this round.
             raise
+        request.keys = [number for part in parts for number in part.route.numbers.tolist()]
         if is_measured:
             request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
         return request
 
-    def _entries_again(self, loaded: Sequence[Loaded], rounds: Array, number: int) -> Array:
+    def _entries_again(self, sent: Sequence[tuple[Loaded, Array]], number: int) -> Array:
         """Return the entries of a message whose bucket a server does not know. In the node's thread."""
-        portion, _, payload = loaded[number]
+        (portion, _, payload), rounds = sent[number]
         self._buckets.forget([portion])
         return portion.entries_at(rounds, payload)
 
@@ -927,6 +968,10 @@ class BatchedCall(Pending):
     def is_done(self) -> bool:
         """Whether the calls that it goes with are done."""
         return self.sent is not None and self.sent.is_done
+
+    def fill(self) -> None:
+        """Fill the outputs of all that went together."""
+        self._sent_now().fill()
 
     def when_done(self, act: Callable[[], None]) -> None:
         """Have it sent now, and call `act` when it is done."""

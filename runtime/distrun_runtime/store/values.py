@@ -397,7 +397,7 @@ def declared(key: object, shape: object, dtype: object) -> list[tuple[Key, Zeros
     """Return each key with the shape and dtype that it is declared with.
 
     Arguments:
-        shape: for all keys; or, for a list of keys, a list of as many. Of collective calls, Zeros.
+        shape: for all keys; or, for a list of keys, a list of as many, or a tuple of such. Of collective calls, Zeros.
         dtype: by name or as numpy's or torch's; likewise.
 
     Raises:
@@ -407,8 +407,8 @@ def declared(key: object, shape: object, dtype: object) -> list[tuple[Key, Zeros
     is_list = isinstance(key, Sequence) and not isinstance(key, NO_LISTS)
     if is_list and len(names) < len(cast("Sequence[object]", key)):
         raise KVError("declare: each key once")
-    has_each = isinstance(shape, (list, tuple)) and any(isinstance(each, (list, tuple, Zeros)) for each in shape)
-    shapes = list(cast("Sequence[object]", shape)) if is_list and has_each else [shape] * len(names)
+    is_each = isinstance(shape, list) or (isinstance(shape, tuple) and isinstance(next(iter(shape), 0), (list, tuple)))
+    shapes = list(cast("Sequence[object]", shape)) if is_list and is_each else [shape] * len(names)
     kinds = list(dtype) if is_list and isinstance(dtype, (list, tuple)) else [dtype] * len(names)
     if not len(shapes) == len(kinds) == len(names):
         raise KVError(f"declare: {len(names)} keys, {len(shapes)} shapes and {len(kinds)} dtypes; expected as many")

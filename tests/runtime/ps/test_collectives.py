@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,7 @@ from gputensors import Torch
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, Pending, create
 from distrun_runtime.protocol.message import Kind
-from distrun_runtime.store import collectives, objects
+from distrun_runtime.store import objects
 from distrun_runtime.store.pending import BackgroundCall, Late
 
 Run = Callable[..., list[Any]]
@@ -84,6 +86,7 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
             lambda: kv.allreduce(np.zeros(3 + kv.rank, np.float32)),
             lambda: kv.allreduce(np.zeros(3, np.float32), op=("sum", "max")[kv.rank]),
             lambda: (kv.allgather, kv.allreduce)[kv.rank](np.zeros(3, np.int32)),
+            lambda: kv.allreduce([np.zeros(3, np.float32)] * (2 + kv.rank)),
         ):
             with pytest.raises(KVError) as caught:
                 call()
@@ -91,11 +94,12 @@ def test_workers_that_make_different_calls_are_told_which(run: Run) -> None:
         assert kv.allreduce(np.ones(1)).tolist() == [2]
         return told
 
-    for shapes, ops, calls in run(script, 2, 1):
+    for shapes, ops, calls, counts in run(script, 2, 1):
         for text, *words in (
             (shapes, "(3,) float32", "(4,) float32"),
             (ops, "op='sum'", "op='max'"),
             (calls, "allgather", "allreduce"),
+            (counts, "of 2", "of 3"),
         ):
             assert all(word in text for word in (*words, "worker-0", "worker-1", "fix: ")), text
 
@@ -138,6 +142,38 @@ def test_a_failed_call_is_told_to_its_callback(capfd: pytest.CaptureFixture[str]
     assert called.get(timeout=60) == "later"
     late.raise_first()
     assert "of the callback" in capfd.readouterr().err
+    call.add_done_callback(lambda one: sys.exit(1))
+    call.add_done_callback(lambda one: called.put("after SystemExit"))
+    assert called.get(timeout=60) == "after SystemExit"
+
+
+def test_a_callback_that_does_not_wait_leaves_the_error_to_the_next_call(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.init("a", np.zeros(2, np.float32))
+        called = threading.Event()
+        pushed = kv.push("a", np.ones(2, np.float32), wait=False)
+        pushed.add_done_callback(lambda one: called.set())
+        assert called.wait(60)
+        with pytest.raises(KVError, match="needs a rule"):
+            kv.pull("a", np.ones(2, np.float32))
+
+    run(script, 1, 1, type_name="dist_async")
+
+
+def test_a_store_with_an_error_that_was_not_told_is_closed_all_the_same(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.allreduce(np.ones(1))
+        kv.init("a", np.zeros(2, np.float32))
+        failed = threading.Event()
+        kv.push("a", np.ones(2, np.float32), wait=False).when_done(failed.set)
+        assert failed.wait(60)
+        with pytest.raises(KVError, match="needs a rule"):
+            kv.close()
+        assert kv.is_closed
+        assert kv._through is not None
+        assert kv._through.is_closed
+
+    run(script, 2, 1, type_name="dist_async")
 
 
 OBJECTS = [
@@ -166,7 +202,7 @@ def test_what_is_no_object_is_an_error_of_all_workers_that_says_where_it_is(run:
         for _ in range(200):
             deep = [deep]
         wrong = (({"a": [1, {2}]}, r"value\['a'\]\[1\]: found set"), ({1: 2}, "a str, not int"), (deep, "100"))
-        for given, text in (*wrong, (10**5000, "digits")):
+        for given, text in (*wrong, (10**5000, "digits"), (np.ma.masked_array([1, 2], [0, 1]), "mask")):
             with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
                 kv.allgather_object(given if kv.rank else 5)
             with pytest.raises(KVError, match=rf"of rank 1: .*{text}"):
@@ -346,6 +382,13 @@ def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytes
                     np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
                     kv.allreduce(value, value, op="max", wait=False).wait()
                     np.testing.assert_allclose(value.get(), own(kv, 30) % 10 + step + 5)
+                    gone_on = threading.Event()
+                    pending = kv.allreduce([value], [value], wait=False)
+                    pending.add_done_callback(lambda one: gone_on.set())  # noqa: B023
+                    assert gone_on.wait(60)
+                with torch.stream(torch.new_stream(kv.rank)):
+                    pending.wait()
+                    np.testing.assert_allclose(value.get(), 2 * (own(kv, 30) % 10 + step + 5))
                     value.set(own(kv, 30))
                     kv.broadcast(None, value, value, root=1)
                     np.testing.assert_array_equal(value.get(), own(kv, 30) % 10 + 10)
@@ -430,18 +473,132 @@ def test_from_the_third_on_an_allreduce_is_planned_as_a_pushpull_is(monkeypatch:
         assert counts == [0, 0, 1, 2, 3]
 
 
-def test_the_oldest_kinds_of_calls_are_forgotten_and_work_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "KINDS", 2)
-
+def test_a_call_that_is_refused_sends_nothing_so_that_the_next_one_is_right(run: Run) -> None:
     def script(kv: KVStore) -> None:
-        for _ in range(3):
-            for size in range(1, 5):
-                call = kv.allreduce(np.ones(size), np.ones(size), wait=False)
-                assert kv.allgather(own(kv, size)).tolist()[1] == list(range(10, 10 + size))
-                call.wait()
-        assert repr(kv._through) == "<KVStore 'dist_sync': 3 keys>"
+        for step in range(3):
+            pair, out, part = [np.full(2, kv.rank + step)] * 2, np.empty((2, 2), int), np.empty(2, int)
+            for refused in (
+                lambda: kv.allgather(pair, [out, out]),  # noqa: B023
+                lambda: kv.reduce_scatter([np.ones((2, 2), int)] * 2, [part, part]),  # noqa: B023
+                lambda: kv.broadcast(None, pair, [part, part], root=1),  # noqa: B023
+            ):
+                with pytest.raises(KVError, match="share memory"):
+                    refused()
+            assert kv.allgather(pair)[1].tolist() == [[step] * 2, [step + 1] * 2]
+            assert kv.reduce_scatter([out[:, :1] * 0 + step] * 2)[0].tolist() == [2 * step]
+            assert kv.broadcast(None, pair, root=1)[0].tolist() == [step + 1] * 2
 
     run(script, 2, 2)
+
+
+@pytest.mark.parametrize("call", ["allgather", "reduce_scatter"])
+def test_after_a_signal_between_requests_of_a_call_the_next_ones_have_their_own_values(run: Run, call: str) -> None:
+    def script(kv: KVStore) -> None:
+        make = getattr(kv, call)
+        make(np.zeros((2, 3)))
+        if kv.rank == 0:
+            link = kv._through._backend._link  # type: ignore[union-attr]
+            ask, turns = link.ask, iter([link.ask])
+
+            def ask_once(*args: Any, **options: Any) -> Any:
+                return next(turns, _interrupt)(*args, **options)
+
+            link.ask = ask_once
+            with contextlib.suppress(KeyboardInterrupt):
+                make(np.full((2, 3), -9.0))
+            link.ask = ask
+        else:
+            make(np.full((2, 3), -9.0))
+        for step in range(3):
+            assert set(make(np.full((2, 3), float(step))).ravel().tolist()) == {
+                step if call == "allgather" else 2 * step
+            }
+
+    run(script, 2, 1)
+
+
+def test_a_first_call_that_was_interrupted_before_it_was_made_is_made_by_the_next_one(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.allreduce(np.zeros(1))
+        if kv.rank == 0:
+            backend = kv._through._backend  # type: ignore[union-attr]
+            reserve, backend.reserve = backend.reserve, _interrupt  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                kv.allreduce(np.ones(2))
+            backend.reserve = reserve  # type: ignore[method-assign]
+        assert [kv.allreduce(np.ones(size)).tolist() for size in (3, 2)] == [[2] * 3, [2] * 2]
+
+    run(script, 2, 1)
+
+
+def _interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_key_of_several_messages_is_deleted_and_what_a_broken_delete_has_left_by_the_next_one(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.declare(["a", "b"], [(3, 1_000_000), (2,)])
+        if kv.rank == 0:
+            link = kv._backend._link  # type: ignore[attr-defined]
+            ask = link.ask
+
+            def interrupted(what: str, *args: Any, **options: Any) -> Any:
+                request = ask(what, *args, **options)
+                if what.startswith("delete") and args[0][0][0].startswith("server"):
+                    request.wait(60)
+                    link.ask = ask
+                    raise KeyboardInterrupt
+                return request
+
+            link.ask = interrupted
+        with pytest.raises((KVError, KeyboardInterrupt), match="interrupted" if kv.rank else None):
+            kv.delete("b")
+        kv.delete(["a", "b"])
+        kv.declare(["a", "b"], [3, (3, 1_000_000)])
+        kv.delete(["a", "b"])
+        assert sum(each["keys"] for each in kv.stats()) == 0
+
+    run(script, 2, 1)
+
+
+def test_a_delete_waits_for_no_call_of_other_keys(run: Run) -> None:
+    def script(kv: KVStore) -> None:
+        kv.declare(["a", "b"], 2)
+        value = np.ones(2, np.float32)
+        first = kv.pushpull("b", value, wait=False) if kv.rank == 0 else None
+        kv.delete("a")
+        (first or kv.pushpull("b", value, wait=False)).wait()
+        assert value.tolist() == [2, 2]
+
+    run(script, 2, 1)
+
+
+def test_a_delete_loses_no_push_of_other_keys_that_is_made_meanwhile() -> None:
+    def script(kv: KVStore) -> None:
+        kv.set_optimizer("sgd", learning_rate=1)
+        kv.declare("b", 2)
+        one, pushed = np.ones(2, np.float32), 0
+        for _ in range(5):
+            kv.declare("a", 2)
+            deleted = kv.delete("a", wait=False)
+            while not deleted.is_done:
+                kv.push("b", one)
+                pushed += 1
+            deleted.wait()
+        kv.pull("b", one)
+        assert one.tolist() == [-pushed] * 2
+
+    run_job(script, 1, 1)
+
+
+def test_a_list_of_keys_takes_a_list_of_shapes_also_of_whole_numbers() -> None:
+    with create("local") as kv:
+        kv.declare(["a", "b"], [2, 3])
+        kv.declare(["c", "d"], (2, 3))
+        shapes = {"a": (2,), "b": (3,), "c": (2, 3), "d": (2, 3)}
+        kv.pull(list(shapes), [np.empty(each, np.float32) for each in shapes.values()])
+        with pytest.raises(KVError, match="3 keys, 2 shapes"):
+            kv.declare(["x", "y", "z"], [2, 3])
 
 
 @pytest.mark.parametrize("size", SIZES)

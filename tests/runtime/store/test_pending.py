@@ -5,7 +5,10 @@ What a store's calls show of them, and of the thread of collective calls, is in 
 
 from __future__ import annotations
 
+import queue
+
 import pytest
+from children import exit_code_of
 
 from distrun_runtime.errors import KVError, PeerLost, TimedOut
 from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late
@@ -66,6 +69,17 @@ def test_of_two_that_wait_for_a_call_the_first_to_give_up_leaves_the_error_to_th
             failing.wait(0)
         failing.run()
         late.raise_first()
+
+
+def test_callbacks_of_calls_of_a_forked_child_are_called_there() -> None:
+    called: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def call() -> None:
+        CompletedCall("pull").add_done_callback(called.put)
+        called.get(timeout=60)
+
+    call()
+    assert exit_code_of(call) == 0
 
 
 def _fail() -> None:
