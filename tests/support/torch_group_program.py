@@ -259,6 +259,20 @@ def hooked(backend: str) -> None:
         tell(str(err))
 
 
+def differing(backend: str) -> None:
+    """Rank 1 has destroyed a group that rank 0 uses; then their calls differ."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    dist.all_reduce(torch.ones(3), group=group)
+    if dist.get_rank():
+        dist.destroy_process_group(group)
+    for used in [None] if dist.get_rank() else [group, None]:
+        try:
+            dist.all_reduce(torch.ones(3 + dist.get_rank()), group=used)
+        except RuntimeError as err:
+            tell(str(err).partition("\n")[0])
+
+
 def failing(backend: str) -> None:
     """Rank 1 is killed, or stays away, in the middle of a step. The other tells of it though the job is stopped."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
