@@ -20,7 +20,7 @@ def lines_of(folder: Path, backend: str, case: str, *words: str, workers: int = 
     python = python_of("torch")
     folder.mkdir()
     done = run_script(folder, PROGRAM, backend, case, *words, python=python, workers=workers, servers=servers)
-    assert done.returncode == 0 or case == "failing", done.stderr
+    assert done.returncode == 0 or case in ("failing", "differing"), done.stderr
     return sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ", "2 "))
 
 
@@ -68,13 +68,13 @@ def test_what_a_hook_of_ddp_leaves_out_comes_with_later_steps_in_other_buckets_t
         assert f"{rank} by topk {halves}" in found
         assert f"{rank} by 2bit {[(sent, sent) for sent in (0.0, 0.5, 0.5, 0.5, 0.0)]}" in found
         assert any(line.startswith(f"{rank} unknown compression type '3bit'") for line in found)
-        assert any(line.startswith(f"{rank} a bucket of gradients in DDP: key ") and "element 0 is nan" in line for line in found), found
+        assert any(line.startswith(f"{rank} key ") and "element 0 is nan" in line for line in found), found
 
 
 @pytest.mark.peers
 def test_a_rank_that_is_killed_in_mid_step_is_named(tmp_path: Path) -> None:
     first, again = lines_of(tmp_path / "job", "distrun", "failing", "killed")
-    assert first.startswith("0 allreduce of ")
+    assert "PeerLost: allreduce of 228 bytes in the default process group (rank 0 of 2): " in first
     assert "worker-1@" in first
     assert "is lost" in first
     assert "worker-1@" in again
@@ -89,10 +89,7 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(tmp_path
 
 @pytest.mark.peers
 def test_calls_that_differ_are_named(tmp_path: Path) -> None:
-    ended, first, second = lines_of(tmp_path / "job", "distrun", "differing")
-    assert ended.startswith("0 allreduce of 12 bytes in process group '1' (rank 0 of 2): "), ended
-    assert "without pushing round 2" in ended
-    assert "join" not in ended
+    first, second = lines_of(tmp_path / "job", "distrun", "differing")
     assert "not done after 2 s, the timeout of the group: rank 1 calls allreduce of 16 bytes; fix" in first
     assert "the timeout of the group: rank 0 calls allreduce of 12 bytes; fix" in second
 
