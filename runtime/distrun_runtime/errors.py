@@ -29,6 +29,19 @@ class RuntimeFault(Exception):
     """Name of the node (`server-0`) that is the reason, because it is lost or did not answer; empty: none is."""
 
 
+JOIN_ADVICE = "; a worker that runs out of data calls kv.join()"
+"""What the errors of open rounds end with."""
+
+
+def explain(err: RuntimeFault, what: str, advice: str = "") -> None:
+    """Add the user's call to an error, in place, so that it keeps its type and where it was raised.
+
+    Arguments:
+        advice: in place of that to join.
+    """
+    err.args = (f"{what}: {err}".replace(JOIN_ADVICE, advice), *err.args[1:])
+
+
 class ContractError(RuntimeFault, ValueError):
     """A variable, plan or frame is missing or malformed: which, what was found, what would be right."""
 

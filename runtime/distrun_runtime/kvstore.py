@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Type, Union, cast, overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -244,6 +245,8 @@ class KVStore(KVStoreBase):
         self._reserved = ""
         """Why no keys may be initialised beside those that are there."""
         self._joiner: Joiner | None = None
+        self._whole: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        """What needs every worker in all rounds, and what to tell a worker that joins or leaves."""
         self._selections: dict[tuple[Key, ...], Selection] = {}
         """Keys as they were given in one call to what is known of them; dense keys only."""
         self._selected_keys = 0
@@ -886,7 +889,7 @@ class KVStore(KVStoreBase):
 
         The store of an open trainer does what `Trainer.join` does: its weights are those of all workers afterwards.
         """
-        self._settled()
+        self._check_whole("join")
         if self._joiner is None:
             self._join()
         else:
@@ -907,9 +910,18 @@ class KVStore(KVStoreBase):
         """Let the trainer that keeps weights in this store make `join`; None: by the store alone."""
         self._joiner = joiner
 
+    def needs_all(self, user: object, why: str) -> None:
+        """Let no worker join or leave while `user` is there: KVError, which says `why`. For trainers."""
+        self._whole[user] = why
+
+    def _check_whole(self, call: str) -> None:
+        self._settled()
+        for why in self._whole.values():
+            raise KVError(f"{call}: {why}")
+
     def leave(self) -> None:
         """End this worker's membership: the others go on without it. Only `close` may follow."""
-        self._settled()
+        self._check_whole("leave")
         if self._through is not None:
             self._through.leave()
         self._backend.leave()

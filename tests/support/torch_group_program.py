@@ -260,6 +260,19 @@ def hooked(backend: str) -> None:
         tell(str(err))
 
 
+def differing(backend: str) -> None:
+    """The ranks make calls of other sizes; rank 0 not for the first time."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=2))
+    dist.all_reduce(torch.ones(3))
+    try:
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+    except Exception as err:
+        tell(str(err))
+    dist.distributed_c10d._get_default_store().set(f"told {dist.get_rank()}", "")
+    dist.distributed_c10d._get_default_store().wait(["told 0", "told 1"], timedelta(seconds=60))
+    os._exit(0)
+
+
 def failing(backend: str) -> None:
     """Rank 1 is killed, or stays away, in the middle of a step. The other tells of it though the job is stopped."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

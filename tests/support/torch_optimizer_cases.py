@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
+import weakref
 from collections import Counter
 from contextlib import suppress
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distrun_runtime import kvstore
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.torch import DistributedOptimizer
 
 
@@ -30,13 +32,13 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 def refused(act) -> str:
     try:
         act()
-    except KVError as err:
+    except (KVError, PeerLost) as err:
         return str(err)
     raise AssertionError("nothing was refused")
 
 
-def run(script, workers: int = 2):
-    with Cluster(workers, over="inproc") as job:
+def run(script, workers: int = 2, **changes):
+    with Cluster(workers, over="inproc", **changes) as job:
         return job.run(script)
 
 
@@ -253,6 +255,153 @@ def tables_that_a_worker_does_not_use_get_the_rows_of_the_others() -> None:
         return net[0].weight.grad.to_dense()[:, 0].tolist(), net[2].weight.grad[:, 0].tolist()
 
     assert run(script) == [([0.0, 1.0, 0.0, 2.0, 0.0], [1.0, 2.0, 1.0, 3.0, 1.0])] * 2
+
+
+def a_pickle_of_a_wrapped_optimizer_is_the_plain_one() -> None:
+    net = network()
+    opt = DistributedOptimizer(torch.optim.Adam(net.parameters()), net, kvstore=kvstore.create("local"))
+    file = io.BytesIO()
+    torch.save({"opt": opt, "schedule": torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)["opt"]) is torch.optim.Adam
+
+
+def no_worker_joins_or_leaves_while_gradients_are_averaged() -> None:
+    def script(kv):
+        net = network()
+        DistributedOptimizer(sgd(net), net, kvstore=kv)
+        for act in (kv.join, kv.leave):
+            assert "equally many batches" in refused(act)
+        del net
+        kv.join()
+
+    run(script)
+
+
+def the_error_of_a_worker_with_more_batches_says_what_to_do() -> None:
+    def script(kv):
+        net = network()
+        DistributedOptimizer(sgd(net), net, kvstore=kv)
+        return kv.rank or refused(lambda: net(torch.ones(1, 2)).sum().backward())
+
+    text = run(script, op_timeout_s=5.0)[0]
+    assert "equally many batches" in text
+    assert "kv.join" not in text
+
+
+def a_model_that_is_dropped_is_freed_with_its_buckets() -> None:
+    def script(kv):
+        net = network(200)
+        net.append(nn.BatchNorm1d(1))
+        opt = DistributedOptimizer(sgd(net), net, kvstore=kv)
+        net(torch.ones(2, 2)).sum().backward()
+        parts = [weakref.ref(each) for each in (net, net[2], net[0].weight, opt._averaging, opt._averaging._buckets[0])]
+        weight = net[0].weight
+        del net, opt
+        assert [part() for part in parts if part() is not weight] == [None] * 4
+        assert not weight._post_accumulate_grad_hooks
+
+    run(script)
+
+
+def buffers_of_an_added_layer_become_rank_0s_too() -> None:
+    def script(kv, how):
+        net = network()
+        net.register_buffer("old", torch.tensor(1.0))
+        opt = DistributedOptimizer(sgd(net), net, buffers=how, kvstore=kv)
+        net.old += kv.rank
+        net.append(nn.BatchNorm1d(1))
+        net[2].running_mean += 5 + kv.rank
+        opt.add_param_group({"params": net[2].parameters()})
+        found = [net[2].running_mean.item(), net.old.item()]
+        net(torch.rand(4, 2) + kv.rank).sum().backward()
+        found.append(net[2].running_mean.item())
+        if kv.rank:
+            net.register_buffer("extra", torch.ones(2))
+        assert "'extra' float32 (2,) on worker-1" in refused(lambda: opt.add_param_group({"params": []}))
+        return found
+
+    one, other = run(lambda kv: script(kv, "rank0"))
+    assert (one[:2], other[:2]) == ([5.0, 1.0], [5.0, 2.0])
+    assert one[2] == other[2]
+    one, other = run(lambda kv: script(kv, "own"))
+    assert (one[:2], other[:2]) == ([5.0, 1.0], [5.0, 2.0])
+    assert one[2] != other[2]
+
+
+def models_are_exchanged_in_one_order_whatever_the_backwards_is() -> None:
+    def script(kv):
+        nets = [network(), network()]
+        for net in nets:
+            DistributedOptimizer(sgd(net), net, kvstore=kv)
+        sum(net(torch.ones(1, 2)).sum() for net in (nets if kv.rank else nets[::-1])).backward()
+
+    run(script, op_timeout_s=5.0)
+
+
+def gradients_added_up_before_are_not_lost_when_a_backward_fails() -> None:
+    def script(kv):
+        net = network(200)
+        net.insert(1, nn.Linear(200, 200))
+        opt = DistributedOptimizer(sgd(net), net, kvstore=kv)
+        hidden = net[0](torch.ones(1, 2))
+
+        def broken(grad: torch.Tensor) -> None:
+            raise ValueError("mine")
+
+        def nested(grad: torch.Tensor) -> None:
+            with torch.enable_grad():
+                net[2].bias.sum().backward()
+
+        with opt.no_sync():
+            net(torch.ones(1, 2)).sum().backward()
+        once = [param.grad.clone() for param in net.parameters()]
+        for hook in (broken, nested):
+            hidden = net[0](torch.ones(1, 2))
+            hidden.register_hook(hook)
+            with suppress(ValueError):  # KVError is one
+                net[1:](hidden).sum().backward()
+                raise AssertionError("nothing was refused")
+            assert torch.equal(net[1].weight.grad, once[2] * (2 if hook is broken else 3))
+            assert torch.equal(net[0].weight.grad, once[0])
+
+    run(script)
+
+
+def hooks_that_would_see_no_mean_are_refused_by_name() -> None:
+    def script(kv):
+        net = network()
+        handle = net[1].weight.register_post_accumulate_grad_hook(lambda param: None)
+        first = refused(lambda: DistributedOptimizer(sgd(net), net, kvstore=kv))
+        handle.remove()
+        DistributedOptimizer(sgd(net), net, kvstore=kv)
+        net[0].bias.register_post_accumulate_grad_hook(lambda param: None)
+        return first, refused(lambda: net(torch.ones(1, 2)).sum().backward())
+
+    first, later = run(script)[0]
+    assert "parameter '1.weight' has another hook of register_post_accumulate_grad_hook" in first
+    assert "parameter '0.bias' has another hook" in later
+
+
+def what_was_changed_after_the_wrap_is_named() -> None:
+    def script(kv):
+        net = network()
+        net.register_buffer("count", torch.zeros(3))
+        DistributedOptimizer(sgd(net), net, kvstore=kv)
+        net.count = torch.zeros(4)
+        first = refused(lambda: net(torch.ones(1, 2)).sum().backward())
+        net.count = torch.zeros(3)
+        net.double()
+        return first, refused(lambda: net(torch.ones(1, 2).double()).sum().backward())
+
+    for buffer, param in run(script):
+        assert "buffer 'count' has 4 values, and had 3 when the optimizer was wrapped" in buffer
+        assert (
+            "parameter '0.weight' float64 (3, 2) was '0.weight' float32 (3, 2) when the optimizer was wrapped" in param
+        )
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    text = refused(lambda: DistributedOptimizer(sgd(lazy), lazy, kvstore=kvstore.create("local")))
+    assert "parameter '0.weight' has no shape yet" in text
 
 
 def a_step_makes_few_calls_a_parameter() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.errors import JOIN_ADVICE
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, payloads_of
@@ -366,10 +367,10 @@ class Pulls:
             shard, number = int(pull.shards[at]), int(pull.rounds[at])
             for rank in store.missing(shard) if number > store.ordered[shard] else ():
                 if rank in self._gone:
+                    name = store.names.get(int(store.key[shard]))
                     reason = (
                         f"{self._gone[rank]} has ended (BYE) without pushing round"
-                        f" {int(store.ordered[shard]) + 1} of key {store.names.get(int(store.key[shard]))!r}; a"
-                        " worker that runs out of data calls kv.join()"
+                        f" {int(store.ordered[shard]) + 1} of key {name!r}{JOIN_ADVICE}"
                     )
                     return self._refuse(pull, refusal(pull.message, reason, "PeerLost", who=f"worker-{rank}"))
         return []

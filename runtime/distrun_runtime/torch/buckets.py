@@ -4,9 +4,9 @@ A bucket has the gradients of many parameters side by side, in memory that serve
 that one call of the store exchanges all of them. From an exchange to the next `zero_grad()`, `p.grad` of a parameter is
 a view of its bucket.
 
-A hook of each parameter notes that it got a gradient, and has autograd call `_finish` at the end of the backward. The
-hook copies a large gradient into its bucket, while it is in the processor's cache, and so frees its memory for the next
-one. Small gradients are copied at the end, by one call for all.
+A hook of each parameter notes that it got a gradient, and has autograd call `_finish` at the end of the backward, or
+`_fail` if the backward fails (`_End`). The hook copies a large gradient into its bucket, while it is in the processor's
+cache, and so frees its memory for the next one. Small gradients are copied at the end, by one call for all.
 
 Gradients are multiplied by 1/n as they are copied, as DDP does it, and the store only adds them up.
 """
@@ -20,13 +20,13 @@ from itertools import count
 from operator import attrgetter
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, PeerLost, explain
 from distrun_runtime.kvstore import KVStore, Pending
 from distrun_runtime.torch.buffers import BufferRow, give_rank_0s
 from distrun_runtime.torch.rows import average_rows, sparse_names
@@ -46,6 +46,15 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _APPLY = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
 _numbers: WeakKeyDictionary[KVStore, Iterator[int]] = WeakKeyDictionary()
 """Of each store: the numbers of what averages over it, which keys begin with."""
+_order = count()
+"""Of what averages, over any store: workers make it in the same order."""
+_due: dict[int, list[Averaging]] = {}
+"""What exchanges at the end of a backward, by the number of autograd's task."""
+
+UNEVEN = (
+    "gradients of a model are averaged over all workers in each backward; fix: give the workers equally many batches"
+    " (docs/torch.md: Uneven data)"
+)
 
 
 class GradientSlot:
@@ -144,23 +153,28 @@ class Averaging:
         overlap: buckets are sent during the backward, each when it has all its gradients.
         buffers: what becomes of the model's buffers (`MODES`).
 
-    One backward at a time, in any thread.
+    One backward at a time, in any thread. It is there as long as the model, which it does not keep.
     """
 
     def __init__(
         self, store: KVStore, model: Any, *, compression: Mapping[str, object] | None, overlap: bool, buffers: str
     ) -> None:
-        self.store, self._model = store, model
+        self._handles: list[Any] = []
+        """What removes its hooks."""
+        self.store, self._model = store, ref(model)
+        store.needs_all(self, UNEVEN)
         self.options = {"compression": compression, "overlap": overlap, "buffers": buffers}
         self.is_syncing = True
         """Gradients are exchanged; False within `no_sync`."""
         self._compression, self._overlap = compression, overlap
-        self._buffers = BufferRow(model, buffers, store.rank)
+        self._mode = buffers
+        self._given: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+        """Of each module the buffers that have got rank 0's values."""
         self._share = 1.0 / store.num_workers
         self._number = next(_numbers.setdefault(store, count()))
+        self.order = next(_order)
         self._layouts = 0
-        self._hooks: dict[int, Any] = {}
-        """Of each parameter, by its id, what removes its hook."""
+        self._hook = _noting(self)
         self._tasks: set[int] = set()
         """The backwards at whose end `_finish` is called."""
         self._moved: list[GradientSlot] = []
@@ -178,8 +192,13 @@ class Averaging:
 
     def stop(self) -> None:
         """Leave the gradients alone from now on."""
-        for handle in filter(None, self._hooks.values()):
+        for handle in self._handles:
             handle.remove()
+
+    def __del__(self) -> None:
+        self.stop()
+        for bucket in getattr(self, "_buckets", ()):
+            bucket.slots = ()  # They refer to it; its memory is free at once.
 
     # --- layout
 
@@ -192,14 +211,22 @@ class Averaging:
         Raises:
             KVError: the workers' parameters or facts differ.
         """
-        params = dict(self._model.named_parameters())
+        model: Any = self._model()
+        params = dict(model.named_parameters())
+        self._check_hooks(params)
         trained = [(name, param) for name, param in params.items() if param.requires_grad]
         shapes = {f"parameter {at}": _described(*each) for at, each in enumerate(params.items())}
-        frozen = ", ".join(name for name, param in params.items() if not param.requires_grad)
-        alike = {"the number of parameters": len(params), **shapes, "what is frozen": frozen, **facts, **self.options}
+        frozen = ", ".join(name for name, param in params.items() if not param.requires_grad) or "nothing"
+        new = self._new_buffers(model)
+        buffers = new if self._mode == "own" else dict(model.named_buffers())
+        shapes.update({f"buffer {at}": _described(*each) for at, each in enumerate(buffers.items())})
+        counts = {"the number of parameters": len(params), "the number of buffers": len(buffers)}
+        alike = {**counts, **shapes, "what is frozen": frozen, **facts, **self.options}
         self.store.agree({name: str(each) for name, each in alike.items()}, "optimizers")
-        self._start(params)
-        sparse = sparse_names(self._model)
+        self._start(params, new)
+        self._given.update((module, {*module._buffers}) for module in model.modules())
+        self._buffers = BufferRow(model, self._mode, self.store.rank)
+        sparse = sparse_names(model)
         self._tables = {name: param for name, param in trained if name in sparse}
         dense = [(name, param) for name, param in trained if name not in sparse]
         self._slots = [GradientSlot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
@@ -215,16 +242,34 @@ class Averaging:
         dtypes = [str(bucket.tensor.dtype).rpartition(".")[2] for bucket in self._buckets]
         self.store.declare(self._keys, [tuple(array.shape) for array in self._arrays], dtypes)
 
-    def _start(self, params: Mapping[str, Any]) -> None:
-        """Give parameters that are new, and at first buffers, rank 0's values; hook the parameters."""
-        new = {name: param for name, param in params.items() if id(param) not in self._hooks}
-        give_rank_0s(self.store, [*new.values(), *(self._model.buffers() if not self._hooks else ())])
+    def _new_buffers(self, model: Any) -> dict[str, Any]:
+        return {
+            f"{path}.{name}".lstrip("."): buffer
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in self._given.get(module, ())
+        }
+
+    def _check_hooks(self, params: Mapping[str, Any]) -> None:
+        """Return if no hook but ours would get the gradients, of which it would see no means."""
+        for name, param in params.items():
+            hooks = param._post_accumulate_grad_hooks or {}
+            if len(hooks) > (self._hook in hooks.values()):
+                raise KVError(
+                    f"parameter {name!r} has another hook of register_post_accumulate_grad_hook, which would not see"
+                    " the mean over the workers; fix: do it after backward(), or use param.register_hook"
+                )
+
+    def _start(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        """Give parameters that are new, and buffers, rank 0's values; hook the parameters."""
+        new = [
+            param for param in params.values() if self._hook not in (param._post_accumulate_grad_hooks or {}).values()
+        ]
+        give_rank_0s(self.store, [*new, *buffers.values()])
         if new:
             # The same memory for the gradients of every backward; else page faults take as long as their arithmetic.
             keep_freed_memory(KEPT_BYTES)
-        for param in new.values():
-            is_real = param.is_floating_point() or param.is_complex()
-            self._hooks[id(param)] = _hook(param, self._accumulated) if is_real else None
+        self._handles += [_hook(param, self._hook) for param in new if param.is_floating_point() or param.is_complex()]
 
     def _buckets_of(self, slots: Sequence[GradientSlot]) -> list[GradientBucket]:
         kinds: dict[Any, list[list[GradientSlot]]] = {}
@@ -250,7 +295,7 @@ class Averaging:
             for at, (key, group) in enumerate(zip(keys, groups, strict=False))
         ]
         if not carriers:
-            like = torch.empty(0, dtype=self._buffers.dtype, device=next(self._model.parameters()).device)
+            like = torch.empty(0, dtype=self._buffers.dtype, device=slots[0].param.device if slots else "cpu")
             buckets.append(GradientBucket(self.store, keys[-1], [], like, extra))
         self._wants, self._flags, self._row = buckets[carrier].extra.split([1, len(slots), self._buffers.size])
         return buckets
@@ -260,21 +305,21 @@ class Averaging:
 
     # --- in a backward
 
-    def _accumulated(self, param: Any) -> None:
-        """Take note that a parameter has got a gradient. Autograd calls it."""
-        if self.is_syncing:
-            if _current_task() not in self._tasks:
-                self._begin()
-            slot = self._early.get(id(param))
-            if slot is not None:
-                self._move(slot)
-
-    def _begin(self, is_outer: bool = False) -> None:
+    def _begin(self, task: int, is_outer: bool = False) -> None:
         """Have `_finish` called at the end of the backward under way; `is_outer`: one within it has just ended."""
-        if self._moved and not is_outer and _outer_node() is None:
-            self._reset()  # A backward before has failed.
-        self._tasks.add(_current_task())
-        _queue_callback(self._finish)
+        if not is_outer and _outer_node() is None:
+            if self._tasks:
+                raise KVError(
+                    "a backward within a backward of the same model; fix: call it when the first has returned"
+                )
+            if self._moved:
+                self._reset()  # A backward before has failed.
+            self._check_hooks({slot.name: slot.param for slot in self._slots})
+        self._tasks.add(task)
+        due = _due.setdefault(task, [])
+        due.append(self)
+        if len(due) == 1:
+            _queue_callback(_End(task))
 
     def _move(self, slot: GradientSlot) -> None:
         bucket = slot.bucket
@@ -298,16 +343,16 @@ class Averaging:
             bucket.pending = self.store.pushpull(bucket.key, bucket.array, priority=priority, wait=False)
 
     def _reset(self) -> None:
-        for slot in self._moved:
+        for slot in self._slots:
             slot.is_moved = False
         self._moved = []
         self._used.fill(0.0)
         for bucket in self._buckets:
             bucket.missing, bucket.pending = len(bucket.slots), None
 
-    def _finish(self) -> None:
+    def _finish(self, task: int) -> None:
         """Exchange, if the backward is over."""
-        self._tasks.discard(_current_task())
+        self._tasks.discard(task)
         outer = _outer_node()
         if outer is not None:
             # A backward within a backward, as of reentrant checkpoints: what it was called by goes on.
@@ -318,7 +363,17 @@ class Averaging:
 
     def _continue(self, *_: object) -> None:
         if _current_task() not in self._tasks:
-            self._begin(is_outer=True)
+            self._begin(_current_task(), is_outer=True)
+
+    def _fail(self, task: int) -> None:
+        """Give gradients that were moved back: the backward has failed. Those that were sent are lost."""
+        self._tasks.discard(task)
+        with torch.no_grad():
+            for slot in self._moved:
+                if slot.bucket.pending is None:
+                    param, grad = slot.param, slot.view / self._share
+                    param.grad = grad if param.grad is None else grad.add_(param.grad)
+        self._reset()
 
     def _average(self) -> None:
         for bucket in self._buckets:
@@ -327,12 +382,16 @@ class Averaging:
         self._wants.fill_(any(param.requires_grad and param.grad is not None for param in self._frozen))
         self._flags.copy_(torch.from_numpy(self._used))
         self._buffers.fill(self._row, self._share)
+        self._moved = []  # From here on buckets have sums.
         self._exchange()
         self._buffers.take(self._row)
         unused = set() if self._used.all() else self._unused()
         for slot in self._slots:
             if slot.index not in unused:
-                slot.param.grad = slot.view
+                try:
+                    slot.param.grad = slot.view
+                except RuntimeError as err:
+                    raise KVError(_changed(slot)) from err
         self._reset()
         average_rows(self.store, self._tables)
         if self._wants.item():
@@ -347,19 +406,23 @@ class Averaging:
         for bucket in self._buckets:
             if bucket.pending is None:
                 self._send(bucket)
-        for bucket in self._buckets:
-            assert bucket.pending is not None
-            bucket.pending.wait()
+        with self._naming():
+            for bucket in self._buckets:
+                assert bucket.pending is not None
+                bucket.pending.wait()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Add to what is raised inside which parameters have gradients that compression cannot take."""
+        """Add to what is raised inside which parameters have gradients that compression cannot take; or what to do."""
         try:
             yield
+        except PeerLost as err:
+            explain(err, "backward()", f"; {UNEVEN}")
+            raise
         except KVError as err:
             wrong = [repr(slot.name) for slot in self._slots if not slot.view.isfinite().all()]
-            if self._compression and wrong:  # In place: the error keeps its type and where it was raised.
-                err.args = (f"worker-{self.store.rank}: gradient of {', '.join(wrong[:3])}: {err}", *err.args[1:])
+            if self._compression and wrong:
+                explain(err, f"worker-{self.store.rank}: gradient of {', '.join(wrong[:3])}")
             raise
 
     def _unused(self) -> set[int]:
@@ -379,6 +442,48 @@ def _size_bytes(of: Any) -> int:
 def _described(name: str, param: Any) -> str:
     dtype, layout = str(param.dtype).rpartition(".")[2], "" if param.is_contiguous() else f" strides {param.stride()}"
     return f"{name!r} {dtype} {tuple(param.shape)}{layout}"
+
+
+def _changed(slot: GradientSlot) -> str:
+    now, then = _described(slot.name, slot.param), _described(slot.name, slot.view)
+    return f"parameter {now} was {then} when the optimizer was wrapped; fix: wrap after net.to(), net.double()"
+
+
+def _noting(averaging: Averaging) -> Callable[[Any], None]:
+    """Return the hook of its parameters, which does not keep it: Python's collector does not see what hooks keep."""
+    found = ref(averaging)
+
+    def _accumulated(param: Any) -> None:
+        averaging = found()
+        if averaging is not None and averaging.is_syncing:
+            task = _current_task()
+            if task not in averaging._tasks:
+                averaging._begin(task)
+            slot = averaging._early.get(id(param))
+            if slot is not None:
+                averaging._move(slot)
+
+    return _accumulated
+
+
+class _End:
+    """Called at the end of a backward: makes the exchanges that are due. Deleted before: the backward has failed."""
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+
+    def __call__(self) -> None:
+        due = _due[self._task]
+        # Not as the backward went, which may have been another way on another worker.
+        due.sort(key=attrgetter("order"))
+        while due:
+            due[0]._finish(self._task)
+            del due[0]
+        del _due[self._task]
+
+    def __del__(self) -> None:
+        for each in _due.pop(self._task, ()):
+            each._fail(self._task)
 
 
 def _hook(param: Any, function: Callable[[Any], None]) -> Any:

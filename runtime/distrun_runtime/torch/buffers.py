@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
+from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 
 MODES = ("rank0", "mean", "own")
@@ -51,7 +53,7 @@ class BufferRow:
 
     def __init__(self, model: Any, mode: str, rank: int) -> None:
         self._is_root = rank == 0
-        self._places: list[tuple[Any, str, str]] = []
+        self._places: list[tuple[ref[Any], str, str]] = []
         """Of each buffer its module, its name there, and whether its `mean`, `values` or `bytes` travel."""
         self._sizes: list[int] = []
         """Of each buffer its length in the row."""
@@ -64,7 +66,7 @@ class BufferRow:
                 seen.add(id(buffer))
                 is_mean = mode == "mean" and buffer.is_floating_point()
                 kind = "mean" if is_mean else "values" if buffer.dtype in _EXACT else "bytes"
-                self._places.append((module, name, kind))
+                self._places.append((ref(module), name, kind))
                 self._sizes.append(buffer.numel() * (buffer.element_size() if kind == "bytes" else 1))
                 kinds.append((is_mean, buffer.dtype))
         self.dtype = torch.float64 if (True, torch.float64) in kinds else torch.float32
@@ -78,22 +80,23 @@ class BufferRow:
             return
         if not self._is_root:
             row.zero_()
-        for part, (module, name, kind) in zip(row.split(self._sizes), self._places, strict=True):
+        for part, buffer, kind in self._parts(row):
+            flat = buffer.detach().reshape(-1)
             if kind == "mean":
-                torch.mul(_flat(module, name), share, out=part)
+                torch.mul(flat, share, out=part)
             elif self._is_root:
-                part.copy_(_flat(module, name, kind == "bytes"))
+                part.copy_(flat.view(torch.uint8) if kind == "bytes" else flat)
 
     def take(self, row: Any) -> None:
         """Write the sum into the buffers."""
         if not self.size:
             return
         targets, sums = [], []
-        for part, (module, name, kind) in zip(row.split(self._sizes), self._places, strict=True):
+        for part, buffer, kind in self._parts(row):
             if kind == "mean" or not self._is_root:
                 # `.data`: a graph that has read the buffer is not told, as the statistics of a training step are no
                 # part of any gradient.
-                buffer = module._buffers[name].data
+                buffer = buffer.data
                 if kind == "bytes":
                     buffer.copy_(part.to(torch.uint8).view(buffer.dtype).view(buffer.shape))
                 else:
@@ -102,7 +105,20 @@ class BufferRow:
         if targets:
             torch._foreach_copy_(targets, sums)
 
+    def _parts(self, row: Any) -> Iterator[tuple[Any, Any, str]]:
+        """Yield the part of the row, the buffer and the kind of each; nothing of a layer that is no more.
 
-def _flat(module: Any, name: str, as_bytes: bool = False) -> Any:
-    flat = module._buffers[name].detach().reshape(-1)
-    return flat.view(torch.uint8) if as_bytes else flat
+        Raises:
+            KVError: a buffer has another size than at first.
+        """
+        for part, size, (module, name, kind) in zip(row.split(self._sizes), self._sizes, self._places, strict=True):
+            if (owner := module()) is None:
+                continue
+            buffer = owner._buffers.get(name)
+            found = 0 if buffer is None else buffer.numel() * (buffer.element_size() if kind == "bytes" else 1)
+            if found != size:
+                raise KVError(
+                    f"buffer {name!r} has {found} {kind}, and had {size} when the optimizer was wrapped;"
+                    " fix: write into the buffer, buffer.copy_(...), or buffers='own'"
+                )
+            yield part, buffer, kind

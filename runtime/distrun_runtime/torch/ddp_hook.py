@@ -52,6 +52,6 @@ class _StoreHook:
         keys = [self._keys[one] for one in parameters]
         # Buckets come from the last layers first, and the next forward needs the first ones.
         call = self._kv.pushpull(keys, gradients, priority=bucket.index(), wait=False, scale=1 / self._kv.num_workers)
-        work = TorchWork("a bucket of gradients", bucket.index(), call.wait, bucket.buffer())
+        work = TorchWork("a bucket of gradients", "DDP", bucket.index(), call.wait, bucket.buffer())
         call.add_done_callback(lambda _: work.end(work.make()))
         return work.get_future()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from distrun_runtime.torch import job
 from distrun_runtime.torch.buckets import Averaging
 from distrun_runtime.torch.buffers import MODES
 
-_AVERAGED: weakref.WeakKeyDictionary[Any, weakref.ref[Averaging]] = weakref.WeakKeyDictionary()
-"""Of each model what averages its gradients: two optimizers of one model share it."""
+_AVERAGED: weakref.WeakKeyDictionary[Any, Averaging] = weakref.WeakKeyDictionary()
+"""Of each model what averages its gradients as long as the model is there: two optimizers of one model share it."""
 
 
 class DistributedOptimizer:
@@ -87,7 +86,8 @@ class DistributedOptimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what a copy is made of: it is the optimizer without this class."""
-        return copyreg.__newobj__, (vars(self)["_base"],), self.__getstate__()  # type: ignore[attr-defined]
+        # Not `copyreg.__newobj__`: pickle takes that for objects of exactly this class only.
+        return object.__new__, (vars(self)["_base"],), self.__getstate__()  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer, as torch does it; and to what is averaged. Collective.
@@ -141,6 +141,11 @@ def _check(model: Any, overlap: object, buffers: object) -> None:
         raise KVError("DistributedOptimizer: this model averages gradients already; fix: give the module within DDP")
     if not any(param.requires_grad for param in model.parameters()):
         raise KVError("DistributedOptimizer: the model has no parameter that requires a gradient (requires_grad)")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise KVError(
+                f"DistributedOptimizer: parameter {name!r} has no shape yet; fix: call the model once, then wrap"
+            )
     if not isinstance(overlap, bool):
         raise KVError(f"DistributedOptimizer: overlap is True or False, not {overlap!r:.60}")
     if buffers not in MODES:
@@ -160,13 +165,12 @@ def _checked(store: object) -> KVStore:
 
 def _averaging_of(model: Any, store: KVStore, options: dict[str, Any]) -> Averaging:
     """Return what averages the model's gradients, made by the first optimizer of the model."""
-    found = _AVERAGED[model]() if model in _AVERAGED else None
+    found = _AVERAGED.get(model)
     if found is not None and (found.store is not store or not found.is_laid_out):
         found.stop()
         found = None
     if found is None:
-        found = Averaging(store, model, **options)
-        _AVERAGED[model] = weakref.ref(found)
+        found = _AVERAGED[model] = Averaging(store, model, **options)
     if found.options != options:
         raise KVError(
             f"DistributedOptimizer: another optimizer of this model has {found.options}, this one {options};"

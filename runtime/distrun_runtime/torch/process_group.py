@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from distrun_runtime import kvstore
-from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed, TimedOut, explain
 from distrun_runtime.protocol.message import GROUP_LETTERS
 from distrun_runtime.torch import job
 
@@ -68,13 +68,16 @@ class TorchWork(dist._Work):  # type: ignore[misc]
     """A call that torch waits for, and its future, whose value is `result`.
 
     Arguments:
+        call: its name and size.
+        where: the group.
         number: how many calls its group has made, with this one.
         body: makes the call.
     """
 
-    def __init__(self, what: str, number: int, body: Callable[[], None], result: Any) -> None:
+    def __init__(self, call: str, where: str, number: int, body: Callable[[], None], result: Any) -> None:
         super().__init__()
-        self.what = what
+        self.call = call
+        self.what = f"{call} in {where}"
         self.number = number
         self._body = body
         self._result = result
@@ -92,6 +95,8 @@ class TorchWork(dist._Work):  # type: ignore[misc]
             with torch.no_grad():
                 self._body()
         except BaseException as err:
+            if isinstance(err, RuntimeFault):
+                explain(err, self.what)
             return err
         finally:
             del self._body  # It holds the arguments of the call.
@@ -158,7 +163,7 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Arguments:
         kv: the group's own store, without a rule, which it closes.
-        facts: torch's store of the group, in which ranks tell that they wait for long.
+        facts: torch's store of the group, in which ranks tell in which call they wait for long.
         name: of the group, for people.
         timeout: how long a call may take from when it was made.
     """
@@ -195,8 +200,9 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Have the thread call `body`; return the work."""
         tensors = list(tensors)
-        size_mb = sum(each.numel() * each.element_size() for each in tensors) / 1e6
-        what = f"{name} of {size_mb:.3g} MB in {self._where}" if tensors else f"{name} of {self._where}"
+        size = sum(each.numel() * each.element_size() for each in tensors)
+        call = f"{name} of {size / 1e6:.3g} MB" if size >= 1000 else f"{name} of {size} bytes" if tensors else name
+        what = f"{call} in {self._where}"
         for each in tensors:
             if each.device.type != "cpu":
                 raise KVError(
@@ -208,7 +214,7 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
             if self._error is not None:
                 raise self._error
             self._count += 1
-            work = TorchWork(what, self._count, body, result)
+            work = TorchWork(call, self._where, self._count, body, result)
             self._works.put(work)
         return work
 
@@ -219,12 +225,16 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Make calls, as one of several threads that take turns.
 
         What a program has chained to a future runs in the thread that completes it, and may wait for later calls of
-        the group (PowerSGD's hook does): these another thread must make meanwhile.
+        the group (PowerSGD's hook does): these another thread must make meanwhile. It ends when enough others are free.
         """
         while True:
-            self._followers += 1
+            with self._lock:
+                if self._followers > 1:
+                    return
+                self._followers += 1
             with self._turn:
-                self._followers -= 1
+                with self._lock:
+                    self._followers -= 1
                 work = self._works.get()
                 if work is None:
                     self._works.put(None)  # for the others
@@ -243,9 +253,13 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
             work = self._current
             waited_s = 0.0 if work is None else time.monotonic() - work.begun
             if work is not None and work is not told and waited_s > self._timeout_s / 2:
+                if told is None and hasattr(self._facts, "clone"):  # torch 2.6
+                    # A connection of its own: on that of the group the program may be waiting.
+                    with suppress(RuntimeError):
+                        self._facts = self._facts.clone()
                 told = work
                 with suppress(RuntimeError):  # torch's store is lost with rank 0
-                    self._facts.set(f"{work.number} {self.rank()}", "waits")
+                    self._facts.set(f"{work.number} {self.rank()}", work.call)
             if work is not None and waited_s > self._timeout_s:
                 self._fail(work)
                 return
@@ -253,9 +267,17 @@ class StoreGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _fail(self, work: TorchWork) -> None:
         """End a call that has taken too long, and those behind it: this group can make no more calls."""
         absent: list[str] = []
+        others: list[str] = []
         with suppress(RuntimeError):
-            absent = [str(rank) for rank in range(self.size()) if not self._facts.check([f"{work.number} {rank}"])]
+            for rank in range(self.size()):
+                key = f"{work.number} {rank}"
+                call = self._facts.get(key).decode() if self._facts.check([key]) else ""
+                if not call:
+                    absent.append(str(rank))
+                elif call != work.call:
+                    others.append(f"rank {rank} calls {call}")
         who = f"rank {', '.join(absent)} did not make this call in time" if absent else "all ranks wait in it"
+        who = ", ".join(others) or who
         text = f"{work.what}: not done after {self._timeout_s:g} s, the timeout of the group: {who}"
         with self._lock:
             self._error = TimedOut(f"{text}; fix: make the same calls on all ranks, or init_process_group(timeout=...)")

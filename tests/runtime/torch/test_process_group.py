@@ -20,7 +20,7 @@ def lines_of(folder: Path, backend: str, case: str, *words: str, workers: int = 
     python = python_of("torch")
     folder.mkdir()
     done = run_script(folder, PROGRAM, backend, case, *words, python=python, workers=workers, servers=servers)
-    assert done.returncode == 0 or case == "failing", done.stderr
+    assert done.returncode == 0 or case in ("failing", "differing"), done.stderr
     return sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ", "2 "))
 
 
@@ -74,6 +74,7 @@ def test_what_a_hook_of_ddp_leaves_out_comes_with_later_steps_in_other_buckets_t
 @pytest.mark.peers
 def test_a_rank_that_is_killed_in_mid_step_is_named(tmp_path: Path) -> None:
     first, again = lines_of(tmp_path / "job", "distrun", "failing", "killed")
+    assert "PeerLost: allreduce of 228 bytes in the default process group (rank 0 of 2): " in first
     assert "worker-1@" in first
     assert "is lost" in first
     assert "worker-1@" in again
@@ -84,6 +85,13 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(tmp_path
     first, again = lines_of(tmp_path / "job", "distrun", "failing", "away")
     assert "not done after 1 s, the timeout of the group: rank 1 did not make this call in time" in first
     assert "the timeout of the group" in again
+
+
+@pytest.mark.peers
+def test_calls_that_differ_are_named(tmp_path: Path) -> None:
+    first, second = lines_of(tmp_path / "job", "distrun", "differing")
+    assert "not done after 2 s, the timeout of the group: rank 1 calls allreduce of 16 bytes; fix" in first
+    assert "the timeout of the group: rank 0 calls allreduce of 12 bytes; fix" in second
 
 
 @pytest.mark.peers
