@@ -239,7 +239,7 @@ def test_python_of_the_states_page_puts_weights_together_that_several_servers_sa
 def test_store_page_has_every_call_rule_and_parameter() -> None:
     # What a maker of stores calls, and what a trainer does.
     others = ("register", "joins_by", "skip_round", "check_push", "companion", "give_up", "agree", "reserve", "label")
-    others += ("take_part",)
+    others += ("exchange", "needs_all")
     calls = [name for name in dir(KVStore) if name.islower() and not name.startswith("_") and name not in others]
     parameters = {param.name for rule in rules.RULES.values() for param in rule.table or ()}
     for name in [*calls, *kvstore.TYPES, *rules.RULES, *parameters]:
