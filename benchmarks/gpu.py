@@ -649,14 +649,14 @@ class Beside:
 MOMENTUM = {"momentum": 0.9}
 RULES = (
     *(Beside(rule, MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "fused": True}) for rule in ("sgd", "torch_sgd")),
-    Beside("adam", {}, "Adam", {"fused": True}),
+    *(Beside(rule, {}, "Adam", {"fused": True}) for rule in ("adam", "torch_adam")),
     *(Beside(rule, {}, "AdamW", {"fused": True}) for rule in ("adamw", "torch_adamw")),
     Beside("nag", MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "nesterov": True, "foreach": True}),
     *(
         Beside(rule, {}, name, {"foreach": True})
         for rule, name in (
             *(("adamax", "Adamax"), ("nadam", "NAdam"), ("rmsprop", "RMSprop")),
-            *(("adagrad", "Adagrad"), ("adadelta", "Adadelta")),
+            *(("torch_rmsprop", "RMSprop"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta")),
         )
     ),
     *(Beside(rule, {}) for rule in ("signum", "dcasgd", "ftrl", "ftml")),

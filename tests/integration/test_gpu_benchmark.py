@@ -408,9 +408,9 @@ def test_sums_and_rules_beside_torch() -> None:
     peers, rules = found["peers"][2], found["rules"][2]
     assert set(peers.values()) == {None, 0.97, 1.6, 2.0, 1.0}
     assert {work.partition(",")[0]: goal for work, goal in rules.items() if "fused" in work} == {
-        **{"sgd": 1.0, "torch_sgd": 1.0, "adam": 1.0, "adamw": 1.0, "torch_adamw": 1.0}
+        **{"sgd": 1.0, "torch_sgd": 1.0, "adam": 1.0, "torch_adam": 1.0, "adamw": 1.0, "torch_adamw": 1.0}
     }
-    assert sum("foreach" in work for work in rules) == 6
+    assert sum("foreach" in work for work in rules) == 7
 
 
 CUPY = (
