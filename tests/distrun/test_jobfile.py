@@ -162,6 +162,7 @@ SPECIAL = {
     "engine_time": st.just("90m"),
     "run_dir": st.just("/r"),
     "labels": st.just(("a=b",)),
+    "fetch": st.just(("out/*",)),
     "activate": st.lists(st.sampled_from(["venv:a", "x=1\ny"]), max_size=2).map(tuple),
 }
 

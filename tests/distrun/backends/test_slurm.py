@@ -366,7 +366,7 @@ def test_what_no_partition_takes_is_refused() -> None:
         ("urgent", 3600.0, 2, 2),
         ("small", 300.0, 2, 2),
     ]
-    with pytest.raises(UsageError, match=r"^--queue nope: Slurm has no partition nope; it has: debug, urgent, small$"):
+    with pytest.raises(UsageError, match=r"^--queue nope: Slurm has no partition nope; it has: debug, urgent, small"):
         answers.refuse_partition(found, "nope", None)
     with pytest.raises(UsageError, match=r"^--time 10 min: jobs in small may run for 5 min at most$"):
         answers.refuse_partition(found, "small", 600.0)

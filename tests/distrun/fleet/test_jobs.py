@@ -106,7 +106,7 @@ def test_jobs_of_two_stores_by_one_id_are_named_with_their_nonces() -> None:
         "calm-otter-1/b2": "calm-otter-1/b2",
         "bold-fox-2/c3": "bold-fox-2",
     }
-    with pytest.raises(UsageError, match=r"'calm-otter-1' could be calm-otter-1/a1, calm-otter-1/b2$"):
+    with pytest.raises(UsageError, match=r"'calm-otter-1' could be calm-otter-1/a1, calm-otter-1/b2"):
         questions.chosen([ours, theirs, other], ["calm-otter-1"])
     assert questions.chosen([ours, theirs, other], ["calm-otter-1/b"]) == [theirs]
     assert questions.chosen([ours, like(host="h2", nonce="a1")], ["calm"]) == [ours, like(host="h2", nonce="a1")]

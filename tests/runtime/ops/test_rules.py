@@ -349,7 +349,7 @@ def test_nesterov_without_momentum_or_with_dampening_is_refused(params: dict[str
 
 def test_parameters_that_only_torchs_rule_has_are_refused_with_its_name() -> None:
     with pytest.raises(KVError, match=r"'sgd' has no parameter 'nesterov'.* fix: use 'torch_sgd', which has torch's"):
-        rules.RuleSpec.of("sgd", {"lr": 0.1, "nesterov": True})
+        rules.RuleSpec.of("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True})
     with pytest.raises(KVError, match=r"weight_decay$"):
         rules.RuleSpec.of("sgd", {"nesterov": 7})
 
