@@ -368,7 +368,7 @@ def test_what_no_partition_takes_is_refused() -> None:
     ]
     with pytest.raises(UsageError, match=r"^--queue nope: Slurm has no partition nope; it has: debug, urgent, small"):
         answers.refuse_partition(found, "nope", None)
-    with pytest.raises(UsageError, match=r"^--time 10 min: jobs in small may run for 5 min at most$"):
+    with pytest.raises(UsageError, match=r"^--time 10 min: jobs in small may run for 5 min at most"):
         answers.refuse_partition(found, "small", 600.0)
     answers.refuse_partition(found, "small,debug", 600.0)
     rooms = [each.room for each in answers.of_queue(found, "small")]
