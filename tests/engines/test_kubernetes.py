@@ -561,7 +561,7 @@ def test_inside_the_cluster_kubectl_needs_no_configuration(lab: PodSite) -> None
 
 
 def test_a_pod_without_python_is_told_at_once(lab: PodSite) -> None:
-    done = lab.launch("-n", "1", "-s", "0", "true", env=configured(lab, "python = /none/python3"))
+    done = lab.launch("-n", "1", "-s", "0", "true", env=configured(lab, "python = '/none/python3'"))
     assert done.code == 6, done.err
     assert re.search(r"the container cannot start: \w+: .*/none/python3", done.err)
     lab.nothing_stays()
