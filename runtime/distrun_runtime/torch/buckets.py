@@ -88,7 +88,8 @@ class GradientBucket:
         self.key, self.slots = key, slots
         lengths = [slot.param.numel() * (1 + slot.param.is_complex()) for slot in slots]
         places = [-(-length // ALIGNED) * ALIGNED for length in lengths]
-        self.tensor, self.array = _memory(store, sum(places) + extra, like)
+        self.tensor, self.array = memory(store, sum(places) + extra, like)
+        self.tensor.zero_()
         at = 0
         for slot, length, place in zip(slots, lengths, places, strict=True):
             slot.bucket, slot.view = self, _view(self.tensor[at : at + length], slot.param)
@@ -125,16 +126,19 @@ class GradientBucket:
         self.small.mul_(share)
 
 
-def _memory(store: KVStore, size: int, like: Any) -> tuple[Any, Any]:
-    """Return zeros as a tensor of the dtype and device of `like`, and as what the store takes."""
+def memory(store: KVStore, size: int, like: Any) -> tuple[Any, Any]:
+    """Return new memory, of undefined content, that the store moves fastest.
+
+    Returns:
+        A tensor of the device of `like` and of its dtype (of complex ones, of their parts), and what the store takes:
+        a numpy array of the same memory, or on other devices the tensor.
+    """
     dtype = torch.view_as_real(like.detach()).dtype if like.is_complex() else like.dtype
     if like.device.type != "cpu":
-        tensor = torch.zeros(size, dtype=dtype, device=like.device)
+        tensor = torch.empty(size, dtype=dtype, device=like.device)
         return tensor, tensor
     array = store.empty(size, str(dtype).rpartition(".")[2])
-    is_known = dtype != torch.bfloat16  # to numpy
-    tensor = torch.from_numpy(array) if is_known else torch.from_numpy(array.view(np.int16)).view(dtype)
-    return tensor.zero_(), array
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype), array  # numpy has no bfloat16
 
 
 def _view(part: Any, param: Any) -> Any:

@@ -16,6 +16,7 @@ from distrun_runtime.ops.optimizers import RULES, RuleSpec
 from distrun_runtime.ps import statefile
 from distrun_runtime.store.keys import Key, is_async
 from distrun_runtime.torch import job
+from distrun_runtime.torch.buckets import memory
 
 RULE_OF = {"sgd": "torch_sgd", "adam": "torch_adam", "adamw": "torch_adamw", "rmsprop": "torch_rmsprop"}
 """The rule with the arithmetic of torch's optimizer of a name. Other rules go by their own names."""
@@ -337,21 +338,13 @@ def _checked(store: object, asynchronous: bool, staleness: int | None) -> kvstor
 
 def _flat(store: kvstore.KVStore, key: str, group: int, params: Sequence[Any]) -> _Flat:
     """Move parameters of one dtype and device into flat memory that the store moves fastest."""
-    dtype, device = params[0].dtype, params[0].device
     ends = np.cumsum([each.numel() for each in params]).tolist()
-
-    def room() -> tuple[Any, Any]:
-        if device.type != "cpu":
-            made = torch.empty(ends[-1], dtype=dtype, device=device)
-            return made, made
-        array = store.empty(ends[-1], str(dtype).removeprefix("torch."))
-        return array, torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype)
 
     def parts(tensor: Any) -> list[Any]:
         cut = zip(params, [0, *ends], ends, strict=False)
         return [tensor[start:end].view(each.shape) for each, start, end in cut]
 
-    (weights, own), (gradients, theirs) = room(), room()
+    (own, weights), (theirs, gradients) = memory(store, ends[-1], params[0]), memory(store, ends[-1], params[0])
     with torch.no_grad():
         for each, part in zip(params, parts(own), strict=True):
             part.copy_(each)
