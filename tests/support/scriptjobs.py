@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,12 @@ def run_script(
     command += ["--launcher", "local", "--no-prefix", "--run-dir", str(folder / "jobs"), python, str(script), *words]
     env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+def cases_of(program: Path) -> list[str]:
+    """Return the names of the cases of a program (`cases.run_cases`): functions below `# --- the cases`."""
+    text = program.read_text("utf-8").partition("# --- the cases")[2]
+    return [name for name in re.findall(r"^def (\w+)\(\) -> None:", text, re.MULTILINE) if name != "main"]
 
 
 def outcomes_of(program: Path, python: str) -> dict[str, str]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
-from scriptjobs import outcomes_of, run_script
+from scriptjobs import cases_of, outcomes_of, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "torch_optimizer_program.py"
 CASES = PROGRAM.with_name("torch_optimizer_cases.py")
-OTHERS = re.findall(r"^def (\w+)\(\) -> None:", CASES.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
+OTHERS = cases_of(CASES)
 NAMES = re.findall(r"^def (\w+)\(way: Way", PROGRAM.read_text("utf-8"), re.MULTILINE)
 
 
@@ -52,7 +52,7 @@ def others() -> dict[str, str]:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("case", [case for case in OTHERS if case != "main"])
+@pytest.mark.parametrize("case", OTHERS)
 def test_beside_training(others: dict[str, str], case: str) -> None:
     assert others[case] == "", others[case]
 

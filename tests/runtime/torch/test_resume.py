@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
-from scriptjobs import ROOT, outcomes_of, run_script
+from scriptjobs import ROOT, cases_of, outcomes_of, run_script
 
 PROGRAM = ROOT / "tests" / "support" / "torch_checkpoint_program.py"
-CASES = re.findall(r"^def (\w+)\(\) -> None:", PROGRAM.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
+CASES = cases_of(PROGRAM)
 
 pytestmark = pytest.mark.peers
 

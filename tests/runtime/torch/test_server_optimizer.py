@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from peers import python_of
-from scriptjobs import outcomes_of, run_script
+from scriptjobs import cases_of, outcomes_of, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM, PAGE = ROOT / "tests" / "support" / "server_optimizer_program.py", ROOT / "docs" / "torch.md"
-CASES = re.findall(r"^def (\w+)\(\) -> None:", PROGRAM.read_text("utf-8").partition("# --- the cases")[2], re.MULTILINE)
+CASES = cases_of(PROGRAM)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("case", [case for case in CASES if case != "main"])
+@pytest.mark.parametrize("case", CASES)
 def test_with_torch(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "", outcomes[case]
 
