@@ -37,7 +37,7 @@ LARGE_BYTES = 64 * 1024
 OVERLAP_BYTES = 4 * 1024 * 1024
 """Size of the buckets that are sent during a backward."""
 KEPT_BYTES = 64 * 1024 * 1024
-"""How much freed memory the C library keeps: the most that glibc comes to by itself."""
+"""How much freed memory the C library keeps beside that of the gradients: the most that glibc comes to by itself."""
 ALIGNED = 16
 """Elements: each gradient begins at a multiple of it."""
 
@@ -235,6 +235,8 @@ class Averaging:
         dense = [(name, param) for name, param in trained if name not in sparse]
         self._slots = [GradientSlot(at, name, param, self._is_early(param)) for at, (name, param) in enumerate(dense)]
         self._early = {id(slot.param): slot for slot in self._slots if slot.is_early}
+        self._hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]
+        """Of each slot its parameter's hooks: one, which is ours."""
         self._frozen = [param for param in params.values() if not param.requires_grad]
         self._used = np.zeros(len(dense), np.float32)
         """Of each slot 1 if this worker has a gradient for the exchange."""
@@ -271,8 +273,9 @@ class Averaging:
         ]
         give_rank_0s(self.store, [*new, *buffers.values()])
         if new:
-            # The same memory for the gradients of every backward; else page faults take as long as their arithmetic.
-            keep_freed_memory(KEPT_BYTES)
+            # The same memory for the gradients of every backward; else page faults take as long as their arithmetic. It
+            # may be as large as all of them: a block that a hook frees is often not taken for the next gradient.
+            keep_freed_memory(KEPT_BYTES + sum(map(_size_bytes, params.values())))
         self._handles += [_hook(param, self._hook) for param in new if param.is_floating_point() or param.is_complex()]
 
     def _buckets_of(self, slots: Sequence[GradientSlot]) -> list[GradientBucket]:
@@ -318,7 +321,8 @@ class Averaging:
                 )
             if self._moved:
                 self._reset()  # A backward before has failed.
-            self._check_hooks({slot.name: slot.param for slot in self._slots})
+            if sum(map(len, self._hooks)) > len(self._hooks):
+                self._check_hooks({slot.name: slot.param for slot in self._slots})
         self._tasks.add(task)
         due = _due.setdefault(task, [])
         due.append(self)
