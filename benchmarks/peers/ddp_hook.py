@@ -61,7 +61,7 @@ def colours() -> Task:
     layers = [nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten()]
     layers += [nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 10)]
     y = which % 10
-    return Task(nn.Sequential(*layers), 0.05, 0.03, (x[800:], y[800:]), (x[:800], y[:800]))
+    return Task(nn.Sequential(*layers), 0.1, 0.02, (x[800:], y[800:]), (x[:800], y[:800]))
 
 
 def batches(images: int, size: int, rank: int) -> Iterator[torch.Tensor]:
