@@ -285,6 +285,14 @@ def test_a_page_is_what_its_table_says(script: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
+def test_the_screens_of_the_pages_are_those_that_their_script_makes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "screens"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "docs" / "screens").iterdir()}
+
+
 def test_hosts_example_has_every_attribute_and_says_who_reads_it() -> None:
     text = (ROOT / "hosts.example").read_text("utf-8")
     keys = ["slots", "max_slots", "port", "user", "addr", "iface", "gpus", "role", "labels", "python", "workdir"]

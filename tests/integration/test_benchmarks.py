@@ -82,6 +82,26 @@ def test_a_table_of_times_gets_a_chart_with_a_bar_for_each_time(
     assert sorted(widths) == [widths[2], widths[3], widths[0], widths[1]], "longer times have longer bars"
 
 
+def test_the_charts_of_the_page_are_those_of_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = load("report.py")
+    page, charts = report.TARGET.read_text("utf-8"), report.CHARTS
+    monkeypatch.setattr(report, "TARGET", tmp_path / "benchmarks.md")
+    monkeypatch.setattr(report, "CHARTS", tmp_path / "benchmarks")
+    report.TARGET.write_text(page, "utf-8")
+    report.main()
+    assert report.TARGET.read_text("utf-8") == page, "run benchmarks/report.py"
+    drawn, shown = ({path.name: path.read_text("utf-8") for path in at.iterdir()} for at in (report.CHARTS, charts))
+    assert drawn == shown, "run benchmarks/report.py"
+
+
+def test_ratios_beside_a_library_are_those_to_its_fastest_variant() -> None:
+    table = "| work | distrun | gloo | gloo-bucket | tcp |\n|---|---|---|---|---|\n"
+    ratios = load("report.py").ratios_of(table + "| one | 2.0 | 9 (0.22, 0.2-0.3) | 4 (0.50, 0.4-0.6) | 1 (2, 2-2) |\n")
+    assert {name: (each.median, each.least, each.most) for name, each in ratios["one"].items()} == {
+        "gloo": (0.5, 0.4, 0.6)
+    }
+
+
 def test_other_tables_get_no_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = load("report.py")
     monkeypatch.setattr(report, "CHARTS", tmp_path / "benchmarks")
