@@ -221,6 +221,6 @@ def test_written_pages_say_so_in_a_comment_only(site: Path) -> None:
         assert re.match(r"<!--.*(?:written by).*?-->\n", opening, re.DOTALL | re.IGNORECASE), name
         visible = text_of(article(site / (name + ".html")).partition("<h2")[0])
         assert not re.search(r"written by|do not edit|not this page", visible, re.IGNORECASE), name
-        assert "<title>%s" % {"environment": "Environment", "benchmarks": "Measured"}[name] in (
+        assert "<title>%s" % {"environment": "Environment", "benchmarks": "Benchmarks"}[name] in (
             site / (name + ".html")
         ).read_text("utf-8")
