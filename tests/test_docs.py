@@ -130,7 +130,7 @@ def test_dry_run_takes_the_shown_launch_commands(
     """The parser itself is the better judge; nothing is started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "hosts").write_text("d1\nd2\n")
+    (tmp_path / "hosts").write_text("d1 slots=4\nd2 slots=4\n")
     (tmp_path / ".config").mkdir()
     (tmp_path / ".config" / "hf-token").write_text("s3cret\n")
     page = (ROOT / "docs" / "job-file.md").read_text("utf-8")

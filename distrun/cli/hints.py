@@ -33,7 +33,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("--jobname", "--job-name"), ("--name", "Did you mean --name NAME?")),
     "--np": ("--num-workers", "Did you mean -n N?"),
     **dict.fromkeys(
-        ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--num_nodes"),
+        ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--num_nodes", "--num_processes", "--num-proc"),
         ("--num-workers", "Did you mean -n N, the number of all workers?"),
     ),
     "--host-ip": ("--interface", "Did you mean --interface NAME, or --subnet CIDR?"),
@@ -43,13 +43,18 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
         ("--files", "--archives"), ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?")
     ),
     **dict.fromkeys(
-        ("--master_addr", "--master_port"),
+        ("--master_addr", "--master_port", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint"),
         ("--num-workers", "Leave it out: workers are given MASTER_ADDR and MASTER_PORT."),
     ),
+    **dict.fromkeys(
+        ("--max-restarts", "--max_restarts"),
+        ("--num-workers", "Workers are not restarted. To launch a job again: distrun rerun JOB"),
+    ),
+    **dict.fromkeys(("--workdir", "--working-dir"), ("--sync-dst-dir", "Did you mean --sync-dst-dir DIR?")),
     "-x": ("--env", "Did you mean --env NAME?"),
 }
-"""Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
-the hint."""
+"""Options of launch.py, dmlc-submit, mpirun, torchrun and others: the option of ours without which the hint would not
+fit, and the hint."""
 
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("ps", "ls", "list", "jobs", "queue", "squeue"), "status"),

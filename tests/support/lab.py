@@ -229,7 +229,7 @@ def child_of(pid: int) -> int | None:
 
 def shared_folders() -> list[Path]:
     """The folders that hosts need to run the interpreter of these tests, and the peers' where they are installed."""
-    found = [Path(sys.prefix), *(path for path in [ROOT / ".peers"] if path.is_dir())]
+    found = [Path(sys.prefix), *(path.resolve() for path in [ROOT / ".peers"] if path.is_dir())]
     if sys.base_prefix not in ("/usr", "/usr/local", sys.prefix):
         found.append(Path(sys.base_prefix))
     return found
