@@ -49,7 +49,9 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
         found.update({(sample.name, sample.labels.get("rank")): sample.value for sample in page(url[0])})
         names = ("distrun_task_memory_bytes", "distrun_task_cpu_cores", "distrun_task_step", "distrun_report_loss")
         return (
-            all((name, rank) in found for name in names for rank in "01") and ("distrun_job_eta_seconds", None) in found
+            all((name, rank) in found for name in names for rank in "01")
+            and ("distrun_job_eta_seconds", None) in found
+            and ("distrun_job_report_loss", None) in found
         )
 
     wait_until(is_measured, LIMIT_S, "both workers are measured")
