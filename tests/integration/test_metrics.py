@@ -24,6 +24,7 @@ while not os.path.exists("enough") and time.monotonic() < deadline:
     step += 1
     distrun_runtime.report(step=step, total=1000, loss=1 / step)
     time.sleep(0.1)
+distrun_runtime.report(final=7)
 """
 
 
@@ -64,6 +65,12 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
     kept = json.loads(line)
     schemas.check(kept, "sample")
     assert kept["progress"]["total"] == 1000
+    reports = json.loads((distrun.jobs[0] / "reports.json").read_text())
+    schemas.check(reports, "reports")
+    assert reports["reports"]["final"][-1][2] == kept["progress"]["values"]["final"] == 7
+    assert reports["reports"]["loss"][0][0] < reports["reports"]["loss"][-1][0]
+    shown = distrun.answer("status", distrun.jobs[0].name).stdout.decode()
+    assert "\nfinal 7   min 7  max 7   step " in shown
     events = [json.loads(each) for each in (distrun.jobs[0] / "events.jsonl").read_text().splitlines()]
     assert [each["url"] for each in events if each["event"] == "metrics_port"] == url
     with pytest.raises(OSError, match="refused"):

@@ -214,12 +214,17 @@ class Progress:
         return found
 
     def means(self) -> Dict[str, float]:
-        """Return the mean of each reported value over the ranks that report it; nan if one of them is."""
+        """Return the mean of each reported value over the ranks that report it; nan if one of them is.
+
+        Those that have ended count for what none of the others reports.
+        """
         found: Dict[str, List[float]] = {}
-        for rank in (self._ranks or self._ended).values():
-            for name, each in rank.report.values.items():
-                if name in found or len(found) < VALUES:
-                    found.setdefault(name, []).append(each)
+        for ranks in (self._ranks, self._ended):
+            others = set(found)
+            for rank in ranks.values():
+                for name, each in rank.report.values.items():
+                    if name not in others and (name in found or len(found) < VALUES):
+                        found.setdefault(name, []).append(each)
         return {name: _mean(each) for name, each in found.items()}
 
     def _so_far(self, rank: _Rank, now: float) -> Dict[str, Any]:
