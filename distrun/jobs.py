@@ -712,6 +712,12 @@ class JobView:
         found = (self.metrics or {}).get("progress")
         return found if isinstance(found, Mapping) else None
 
+    @property
+    def reports(self) -> Mapping[str, Any]:
+        """What its script has reported so far (`reports` of `distrun.metrics/1`), or until its end."""
+        found = (self.metrics or {}).get("reports")
+        return found if isinstance(found, Mapping) else self.folder.reports()
+
 
 def look(
     folders: Iterable[JobFolder], here_s: float = HERE_S, there_s: float = THERE_S, with_events: bool = False

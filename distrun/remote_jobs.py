@@ -35,10 +35,13 @@ ANSWER_S = 30.0
 many, is asked again meanwhile."""
 REMOVE_S = 60.0
 """How long the removal of a job's folder on a host may take."""
-EVERY = ("state.json", "events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log", "logs/*", "outcome.json")
+EVERY = (
+    *("state.json", "events.1.jsonl", "events.jsonl", "metrics.jsonl", "reports.json", "coordinator.log", "logs/*"),
+    "outcome.json",
+)
 """What is fetched when a job is over, the outcome last: then it is finished here, too."""
 _NAME = re.compile(
-    r"(state|outcome)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
+    r"(state|outcome|reports)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
 )
 
 

@@ -208,14 +208,17 @@ def _one(job: Job, as_json: bool) -> int:
     """
     from distrun.cli import tables
     from distrun.dashboard.model import exit_code
+    from distrun.dashboard.text import ASCII, UNICODE
 
     view = job.view()
     now = time.time()
     if as_json:
-        more = {"metrics": view.metrics, "events": list(view.events), "error": tables.error_as_json(view)}
+        metrics = view.metrics and {name: each for name, each in view.metrics.items() if name != "reports"}
+        more = {"metrics": metrics, "reports": view.reports, "events": list(view.events)}
+        more["error"] = tables.error_as_json(view)
         print_json(SCHEMA, time=rfc3339(now), job=view.state, **_standing(view, now), **more)
     else:
-        print_out(tables.text(view, now, width()))
+        print_out(tables.text(view, now, width(), UNICODE if has_symbols(environ.snapshot()) else ASCII))
     _tell_unasked([view])
     return exit_code(str(view.state["state"]))
 

@@ -15,8 +15,8 @@ from distrun.cli import common
 from distrun.cli.console import WIDE, styled
 from distrun.dashboard import events, rows
 from distrun.dashboard.model import Model
-from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, fit, folded
-from distrun.dashboard.view import servers
+from distrun.dashboard.text import UNICODE, Glyphs, Line, clean, clean_lines, fit, folded
+from distrun.dashboard.view import reports, servers
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Outcome, Problem
 from distrun_runtime.errors import JobStoreError
@@ -56,6 +56,7 @@ def _tasks(model: Model, now: float, columns: int, most: int = sys.maxsize) -> l
 def _detailed(view: JobView, outcome: Outcome | None, now: float) -> Model:
     """Return the model of a job whose tasks are shown: the one that ended it comes first."""
     model = model_of(view, now)
+    model.take("reports", {"reports": view.reports}, now)
     model.culprit = outcome.culprit.task if outcome is not None and outcome.culprit is not None else ""
     model.settle(now)
     return model
@@ -94,6 +95,8 @@ def hosts_table(
 # The metrics (`distrun.metrics/1`) may come from another version of the coordinator, so no member is required.
 
 
+REPORTS, REPORT_COLUMNS = 16, 120
+"""Lines and columns that the charts of what is reported take at most."""
 EVENTS = 6
 """Events that are shown."""
 NARROW = 40
@@ -103,17 +106,18 @@ QUIET = ("ready", "started", "finished")
 """Events that are not shown."""
 
 
-def text(view: JobView, now: float, columns: int) -> str:
+def text(view: JobView, now: float, columns: int, glyphs: Glyphs = UNICODE) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
     outcome = _outcome(view)
     model = _detailed(view, outcome, now)
     parts = [heading(view.state) + "".join(_labelled(*pair, columns) for pair in _about(view, model, now))]
     table = styled(_tasks(model, now, columns))
     parts.append(table + "".join(_labelled(*pair, columns) for pair in _conditions(model)) if model.tasks else "")
+    parts.append(styled(reports(model, REPORTS, min(columns, REPORT_COLUMNS), glyphs)))
     if model.metrics_at is not None:
         groups = rows.host_rows([host for host in model.hosts.values() if host.word], "", False)
         parts.append(styled(rows.hosts(groups, columns, 0.0)) if groups else "")
-        parts.append(styled(servers(model, columns, UNICODE)))
+        parts.append(styled(servers(model, columns, glyphs)))
     parts += [_events(view, model, columns), clean_lines(_error(view, outcome))]
     return "\n".join(part for part in parts if part)
 

@@ -243,6 +243,8 @@ class Model:
         self.hosts: Mapping[str, HostView] = {}
         self.store: StoreView | None = None
         self.progress: events.ProgressView | None = None
+        self.reports: Mapping[str, Sequence[source.Point]] = {}
+        """What scripts report, by name, over the whole run; the oldest first."""
         self.history: Mapping[str, tuple[float | None, ...]] = {}
         self.traces: Mapping[str, tuple[float | None, ...]] = {}
         """What the dashboard itself saw, one value a second, by name."""
@@ -289,6 +291,8 @@ class Model:
             self._take_metrics(source.members(header.get("metrics")), now)
         elif kind == "event":
             self._take_event(source.members(header.get("event")))
+        elif kind == "reports":
+            self.reports = source.curves(header.get("reports"))
         elif kind == "outcome":
             self._take_outcome(source.members(header.get("outcome")), now)
         else:
@@ -326,6 +330,7 @@ class Model:
         self.progress = events.of(metrics)
         store = source.members(metrics.get("store"))
         self.store = _store(store) if store else None
+        self.reports = source.curves(metrics.get("reports"))
         self.history = {name: source.series(each) for name, each in source.members(metrics.get("history")).items()}
         if now >= self._traced + 1.0:
             self._traced = now
@@ -416,7 +421,6 @@ class Model:
         store = self.store or StoreView()
         slowest = store.slowest
         values = {
-            "loss": self.progress.loss if self.progress is not None else None,
             **{name: getattr(store, name) for name in ("push_s", "pull_s", "queue", "staleness")},
             "lag": slowest[1] if slowest else None,
         }

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -175,6 +176,37 @@ def spark(values: Iterable[float | None], columns: int, glyphs: Glyphs) -> str:
         else:
             out.append(glyphs.levels[max(0, min(last, round(value / top * last)))])
     return "".join(out)
+
+
+def chart(values: Sequence[float], rows: int, glyphs: Glyphs) -> list[str]:
+    """Return values as a chart of so many lines, from the smallest to the largest; what is not finite is `!`."""
+    known = [value / 2 for value in values if math.isfinite(value)]  # halves: their difference is finite
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    most = len(glyphs.levels)
+    heights = [
+        1 + round((value / 2 - low) / (span or 1.0) * (rows * most - 1)) if math.isfinite(value) else 0
+        for value in values
+    ]
+    lines = []
+    for below in range((rows - 1) * most, -1, -most):
+        cells = (glyphs.levels[min(height - below, most) - 1] if height > below else " " for height in heights)
+        lines.append("".join(cells))
+    lines[-1] = "".join(cell if height else "!" for cell, height in zip(lines[-1], heights, strict=True))
+    return lines
+
+
+def stretched(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
+    """Return a value for each column, of points (where, value) that come in order: means, and what lies between two."""
+    first, span = points[0][0], points[-1][0] - points[0][0]
+    cells: dict[int, list[float]] = {}
+    for where, value in points:
+        cells.setdefault(round((where - first) / span * (columns - 1)) if 0 < span < math.inf else 0, []).append(value)
+    means = [(column, sum(each / len(each_of) for each in each_of)) for column, each_of in cells.items()]
+    found: list[float] = []
+    for (column, value), (after, other) in pairwise(means):
+        for share in (number / (after - column) for number in range(after - column)):
+            found.append(value * (1 - share) + other * share if share and math.isfinite(other) else value)
+    return [*found, means[-1][1]]
 
 
 def bar(share: float, columns: int, glyphs: Glyphs) -> str:

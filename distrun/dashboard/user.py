@@ -13,7 +13,7 @@ from typing import Any
 from distrun.dashboard.rows import SORTS
 
 MAIN, DETAIL, LOG, STACK, HELP = "main", "detail", "log", "stack", "help"
-PANELS = ("all", "hosts", "store", "events", "error", "none")
+PANELS = ("all", "reports", "hosts", "store", "events", "error", "none")
 """Panels below the table; Tab goes to the next choice."""
 FILTER, STOP = "filter", "stop"
 CONFIRMED = "yes"

@@ -6,6 +6,7 @@ smaller than 80x24 gets the header and the table only. Rows that do not fit are 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,14 +19,57 @@ from distrun.dashboard import events as progress
 from distrun.dashboard import rows, text, user
 from distrun.dashboard.events import EventLine
 from distrun.dashboard.model import Model, TaskView
+from distrun.dashboard.source import Point
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import ViewSelection, VisibleRows
 from distrun_runtime.contract.facts import time_of_day
 
-# The panels below the table: hosts, store, events, and the end of the log of the first error.
+# The panels below the table: reports, hosts, store, events, and the end of the log of the first error.
 #
 # No side effects. Each function returns the lines of a panel for a given width. The most important lines come first,
 # because a panel that has too little room is cut at its end.
+
+
+def reports(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
+    """Return charts of what scripts report, each below a line with its numbers or, for want of room, beside them.
+
+    `room`: lines. Curves for which there is none are counted.
+    """
+    found = [(text.clean(name), points) for name, points in model.reports.items()]
+    shown = found if len(found) <= room else found[: max(0, room - 1)]
+    height = min(CHART_ROWS, room // max(1, len(found)) - 1)
+    name_width = min(columns // 4, max((text.width(name) for name, _ in shown), default=0))
+    range_width = max((len(_range(points)) for _, points in shown), default=0)
+    beside = columns - name_width - NUMBER_WIDTH - range_width - 3
+    lines: list[Line] = []
+    for name, points in shown:
+        last, past = formats.value(points[-1][2]), [(time_s, value) for _, time_s, value in points]
+        if height > 0:
+            about = f"   {_range(points)}   {_span(points)}"
+            lines.append(((name, text.PLAIN), (f" {last}", text.BOLD), (about, text.DIM)))
+            lines += [((line, text.CYAN),) for line in text.chart(text.stretched(past, columns), height, glyphs)]
+        else:
+            head = f"{text.fit(name, name_width, glyphs.ellipsis)} "
+            (drawn,) = text.chart(text.stretched(past, max(2, beside)), 1, glyphs)
+            chart = (text.fit(drawn, beside, glyphs.ellipsis), text.CYAN)
+            numbers = (f"{last:{NUMBER_WIDTH}}", text.BOLD)
+            lines.append(((head, text.PLAIN), numbers, chart, (f"  {_range(points)}", text.DIM)))
+    if len(shown) < len(found) and room > 0:
+        lines.append(((f"{len(found) - len(shown)} more", text.DIM),))
+    return [text.cut(line, columns, glyphs.ellipsis) for line in lines]
+
+
+def _range(points: Sequence[Point]) -> str:
+    known = [value for _, _, value in points if math.isfinite(value)]
+    return f"min {formats.value(min(known))}  max {formats.value(max(known))}" if known else ""
+
+
+def _span(points: Sequence[Point]) -> str:
+    """Return where a curve begins and ends: by steps or, if they are not known or went back, by time."""
+    steps = [step for step, _, _ in points if step is not None]
+    if len(steps) == len(points) and steps == sorted(steps):
+        return f"step {steps[0]} to {steps[-1]}"
+    return f"{formats.elapsed(points[0][1])} to {formats.elapsed(points[-1][1])}"
 
 
 def store(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
@@ -116,9 +160,11 @@ HOSTS_MOST = 8
 """More hosts are folded in a panel beside others."""
 PANEL_LEAST = 3
 """Rows of a panel with its title, below which it is not shown."""
+NUMBER_WIDTH = 11
+"""Columns of a number in a line with its chart: `-1.234e-05`."""
 TRACE_SPAN = "10 s each"
-LOSS_CHART = 12
-"""Columns that the chart of the loss needs to be shown."""
+CHART_ROWS = 6
+"""Rows of the chart of a reported number, at most."""
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
 
@@ -310,9 +356,6 @@ def _progress(model: Model, options: Options) -> Line:
         ("" if found.loss is None else f"  {progress.loss(found)}", text.PLAIN),
         (f"  {slowest}" if slowest and not is_over else "", text.DIM),
     ]
-    room = options.columns - text.line_width(tuple(spans)) - 2
-    if found.loss is not None and room >= LOSS_CHART:
-        spans.append(("  " + text.spark(model.trace("loss", room), room, options.glyphs), text.CYAN))
     return tuple(span for span in spans if span[0])
 
 
@@ -354,6 +397,7 @@ def _panels(
     is_heard = any(host.word for host in model.hosts.values())
     every = [
         _Panel("error", error_title(model), len(model.error_lines), partial(error, model)),
+        _Panel("reports", "reports", len(model.reports) * (CHART_ROWS + 1), partial(reports, model)),
         _Panel("hosts", f"hosts {len(model.hosts)}", len(groups) + 1 if is_heard else 0, host_lines),
         _Panel("store", "store", 0 if model.store is None else len(model.store.servers) + 4, partial(store, model)),
         _Panel("events", "events", len(progress.folded(model.events)), partial(events, model)),
@@ -368,7 +412,10 @@ def _panels(
     wanted = [panel for panel in every if panel.wants]
     space = room - max(TABLE_LEAST, min(table, room // 2))
     if options.columns >= TWO_COLUMNS:
-        return _side_by_side(wanted, space, options)
+        charts = [(panel, min(panel.wants + 1, space // 2)) for panel in wanted if panel.name == "reports"]
+        others = [panel for panel in wanted if panel.name != "reports"]
+        above = _stacked(charts, options.columns, options.glyphs)
+        return above + _side_by_side(others, space - len(above), options)
     return _stacked(_shares(wanted, space), options.columns, options.glyphs)
 
 
@@ -404,6 +451,7 @@ def _stacked(shares: Sequence[tuple[_Panel, int]], columns: int, glyphs: Glyphs)
 
 _NOTHING = {
     "error": "no task has failed",
+    "reports": "no script has reported a number",
     "hosts": "no host is known yet",
     "store": "no metrics of a parameter server",
     "events": "nothing has happened since this view began",

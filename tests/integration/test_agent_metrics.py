@@ -102,6 +102,17 @@ time.sleep(600)
         assert driver.finish() == 0
 
 
+def test_what_a_task_reports_last_is_told_before_its_end() -> None:
+    code = f"{REPORT}for step in range(3):\n    sender.send('report', step=step, values={{'loss': 0.5}})\n"
+    with agent(python(code)) as driver:
+        driver.begin(sample_s=600.0)
+        driver.spawn()
+        first = driver.wait("metrics", "exited")
+        assert first.header["tasks"]["worker-0"]["report"]["step"] == 2
+        driver.exited()
+        assert driver.finish() == 0
+
+
 def _last(driver: AgentDriver) -> Any:
     frames = [frame for frame in driver.frames if frame.type == "metrics"]
     return frames[-1].header["tasks"]["worker-0"].get("report", {}).get("step") if frames else None

@@ -24,6 +24,7 @@ while not os.path.exists("enough") and time.monotonic() < deadline:
     step += 1
     distrun_runtime.report(step=step, total=1000, loss=1 / step)
     time.sleep(0.1)
+distrun_runtime.report(final=7)
 """
 
 
@@ -49,7 +50,9 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
         found.update({(sample.name, sample.labels.get("rank")): sample.value for sample in page(url[0])})
         names = ("distrun_task_memory_bytes", "distrun_task_cpu_cores", "distrun_task_step", "distrun_report_loss")
         return (
-            all((name, rank) in found for name in names for rank in "01") and ("distrun_job_eta_seconds", None) in found
+            all((name, rank) in found for name in names for rank in "01")
+            and ("distrun_job_eta_seconds", None) in found
+            and ("distrun_job_report_loss", None) in found
         )
 
     wait_until(is_measured, LIMIT_S, "both workers are measured")
@@ -62,6 +65,12 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
     kept = json.loads(line)
     schemas.check(kept, "sample")
     assert kept["progress"]["total"] == 1000
+    reports = json.loads((distrun.jobs[0] / "reports.json").read_text())
+    schemas.check(reports, "reports")
+    assert reports["reports"]["final"][-1][2] == kept["progress"]["values"]["final"] == 7
+    assert reports["reports"]["loss"][0][0] < reports["reports"]["loss"][-1][0]
+    shown = distrun.answer("status", distrun.jobs[0].name).stdout.decode()
+    assert "\nfinal 7   min 7  max 7   step " in shown
     events = [json.loads(each) for each in (distrun.jobs[0] / "events.jsonl").read_text().splitlines()]
     assert [each["url"] for each in events if each["event"] == "metrics_port"] == url
     with pytest.raises(OSError, match="refused"):

@@ -57,10 +57,14 @@ class MeasuredJob:
             self.now += 1.0
             for name in self._used:
                 self._used[name] += self.cpu.get(name, 0.5)
-            for host in self.plan.hosts:
-                self.tell(agent_messages.Measured(host.name, self.frame(host.name), WALL + self.now))
+            self.tell_measured()
             self.tell(messages.Tick(WALL + self.now))
         return self
+
+    def tell_measured(self) -> None:
+        """Have each agent send a frame."""
+        for host in self.plan.hosts:
+            self.tell(agent_messages.Measured(host.name, self.frame(host.name), WALL + self.now))
 
     def snapshot(self) -> dict[str, Any]:
         """Return a snapshot of now."""

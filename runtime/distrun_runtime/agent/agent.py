@@ -402,6 +402,7 @@ class Agent:
         hooks = Hooks(self._channel, self._stopping.task_of, self._may_help)
         self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
         self._measuring.set_interval(self._sample_s, time.monotonic())
+        self._runner.on_ending = self._measuring.tell_last
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:

@@ -153,13 +153,26 @@ class HostMeasurement:
         if self._metrics is not None and now >= self._metrics.next_at:
             if self._agent.channel.takes_metrics():
                 self._reports.fetch(now)
-                self._metrics.sample(self._tasks, self._reports.last, self._reports.sizes, now)
+                self._sample(now)
             else:  # the next sample says how things are
                 self._metrics.skip(now)
         if now >= self._reports.next_at:
             self._reports.tick(now)
         if self._stacks is not None and now >= self._stacks.next_at:
             self._stacks.tick(now)
+
+    @_shielded
+    def tell_last(self) -> None:
+        """Tell what tasks have reported since the last sample: some have ended, and come in no further one."""
+        self._reports.drain()
+        is_on = self._metrics is not None and self._metrics.next_at < math.inf
+        if self._reports.has_news and is_on and self._agent.channel.takes_metrics():
+            self._sample(self._clock())
+
+    def _sample(self, now: float) -> None:
+        self._reports.has_news = False
+        if self._metrics is not None:
+            self._metrics.sample(self._tasks, self._reports.last, self._reports.sizes, now)
 
     def stop(self) -> None:
         """Sample no more and end what was started for it: the job ends here. What tasks report is still taken."""
@@ -443,6 +456,8 @@ class Reports:
         """By task and kind, as the frame `metrics` has it: `time` is when it came."""
         self.sizes: Dict[Tuple[str, str], int] = {}
         """Bytes of each, about, by task and kind."""
+        self.has_news = False
+        """A script has reported something since this was last set to False."""
         self.on_stacks: Callable[[str, Mapping[str, Any]], None] = lambda task, found: None
         """Called with each datagram of that kind: several processes of a task may send them."""
         self.next_at = math.inf
@@ -561,6 +576,7 @@ class Reports:
             self.last.get(task, {}).pop(kind, None)
         else:
             self.last.setdefault(task, {})[kind] = dict(kept, time=round(time.time(), 3))
+            self.has_news = self.has_news or kind == metrics.REPORT
 
 
 def checked(kind: str, found: Mapping[str, Any]) -> Optional[Dict[str, Any]]:

@@ -33,11 +33,13 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
 from distrun_runtime.contract.plan import SERVER, WORKER, Place, Plan
 from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.curves import Curves
 from distrun_runtime.coordinator.messages import (
     SAMPLE_S,
     WARNING,
     Announce,
     KeepMetrics,
+    KeepReports,
     MetricsAction,
     RecordEvent,
     Sample,
@@ -56,6 +58,8 @@ LINE = 4096
 """Bytes of a line, its newline included."""
 LIMIT = 16 * 1024 * 1024
 """Bytes of the file."""
+VALUES_BYTES = 2048
+"""What scripts report may take of a line; if it takes more, only the loss is kept."""
 _ROOM_OF_NOTE = 200
 _ROOM_OF_COUNTS = 64
 
@@ -160,6 +164,8 @@ class Progress:
         self._done = 0.0
         self._last = (0, 0.0)
         """The phase and the step of the slowest rank when it was looked at last."""
+        self.reports = 0
+        """How many reports have been taken."""
 
     def take(self, task: str, report: Report) -> None:
         """Note what a worker reported."""
@@ -168,6 +174,7 @@ class Progress:
             rank = self._ranks[task] = self._ended.pop(task) if task in self._ended else _Rank(report)
         elif report is rank.report:
             return
+        self.reports += 1
         rank.take(report)
 
     def end(self, task: str) -> None:
@@ -201,10 +208,24 @@ class Progress:
         slowest = self._slowest()
         if slowest is not None:
             found.update(self._so_far(slowest[1], now), slowest=slowest[0])
-        values = _means([rank.report for rank in ranks.values()])
+        values = self.means()
         found["loss"] = plain(values.get(LOSS), 6)
         found["values"] = {name: plain(each, 6) for name, each in values.items()}
         return found
+
+    def means(self) -> Dict[str, float]:
+        """Return the mean of each reported value over the ranks that report it; nan if one of them is.
+
+        Those that have ended count for what none of the others reports.
+        """
+        found: Dict[str, List[float]] = {}
+        for ranks in (self._ranks, self._ended):
+            others = set(found)
+            for rank in ranks.values():
+                for name, each in rank.report.values.items():
+                    if name not in others and (name in found or len(found) < VALUES):
+                        found.setdefault(name, []).append(each)
+        return {name: _mean(each) for name, each in found.items()}
 
     def _so_far(self, rank: _Rank, now: float) -> Dict[str, Any]:
         step = rank.step or 0.0
@@ -235,16 +256,6 @@ class Progress:
     def _largest_total(self) -> Optional[float]:
         ranks = (self._ranks or self._ended).values()
         return max((rank.report.total for rank in ranks if rank.report.total is not None), default=None)
-
-
-def _means(reports: List[Report]) -> Dict[str, float]:
-    """Return the mean of each value over those that report it; nan if one of them is."""
-    found: Dict[str, List[float]] = {}
-    for report in reports:
-        for name, each in report.values.items():
-            if name in found or len(found) < VALUES:
-                found.setdefault(name, []).append(each)
-    return {name: _mean(each) for name, each in found.items()}
 
 
 def _mean(values: List[float]) -> float:
@@ -464,16 +475,21 @@ class JobMeasurement:
         plan: of the job.
         interval_s: how often agents measure where no client looks.
         wall: our wall clock when the monotonic one shows 0.
+        began: when the job began (monotonic).
     """
 
-    def __init__(self, plan: Plan, interval_s: float, wall: float) -> None:
+    def __init__(self, plan: Plan, interval_s: float, wall: float, began: float = 0.0) -> None:
         self._plan = plan
         self._interval_s = interval_s
         self._wall = wall
+        self._began = began
         self._metrics = JobMetrics(plan)
         self._progress = Progress()
         self._conditions = Conditions(plan.limits.stall_after_s)
         self._lines = MinuteLines()
+        self._curves = Curves()
+        self._drawn = 0
+        """Reports that had been taken when the curves last got a point."""
         self._workers = {task.rank: task.name for task in plan.tasks if task.role == WORKER}
         self._pace_s = max(SNAPSHOT_S, SNAPSHOT_A_TASK_S * (len(plan.hosts) + len(plan.tasks)))
         self._look: Set[str] = set()
@@ -501,7 +517,10 @@ class JobMeasurement:
 
     def finish(self, now: float) -> List[MetricsAction]:
         """Return the actions at the job's end."""
-        return [*self._say_stalls(), *self._keep(now)] if self._metrics.hosts else []
+        if not self._metrics.hosts:
+            return []
+        self._draw(self._so_far(now), now)
+        return [*self._say_stalls(), *self._keep(now)]
 
     # ------------------------------------------------------------------ what comes
 
@@ -589,7 +608,15 @@ class JobMeasurement:
             # Never late by more than one interval, and not drifting.
             self._mean_at = max(self._mean_at + MEAN_S, now - self._interval_s)
             self._metrics.end_mean()
-        self._metrics.sample(now, self._interval_s, self._so_far(now))
+        progress = self._so_far(now)
+        self._metrics.sample(now, self._interval_s, progress)
+        self._draw(progress, now)
+
+    def _draw(self, progress: Optional[Mapping[str, Any]], now: float) -> None:
+        """Have the curves go on, if anything was reported since they last did."""
+        if progress is not None and self._drawn != self._progress.reports:
+            self._drawn = self._progress.reports
+            self._curves.add(progress["step"], now - self._began, self._progress.means())
 
     def _say_stalls(self) -> List[MetricsAction]:
         """Return one line for all workers that have stalled."""
@@ -603,15 +630,18 @@ class JobMeasurement:
         return [Announce(f"{are}: {what}; to see where: distrun stack {self._plan.job} {who[0]}", WARNING, who, True)]
 
     def _keep(self, now: float) -> List[MetricsAction]:
-        """Return the minute's sample."""
+        """Return the minute's sample, and the curves."""
         totals = {name: plain(each) for name, each in self._metrics.totals(now, self._interval_s).items()}
         job: Dict[str, Any] = {name: each for name, each in totals.items() if each is not None}
         progress = self._so_far(now)
         if progress is not None:
             named = ("step", "total", "phase", "rate", "eta_s", "loss")
             job["progress"] = {name: progress[name] for name in named if progress[name] is not None}
+            if len(json.dumps(progress["values"])) <= VALUES_BYTES:  # all names but very long ones
+                job["progress"]["values"] = progress["values"]
         line = self._lines.line(rfc3339(now + self._wall), job, self._hosts(now), self._tasks())
-        return [KeepMetrics(line)] if line else []
+        curves = self._curves.shown()
+        return [*([KeepMetrics(line)] if line else []), *([KeepReports(curves)] if curves else [])]
 
     def _hosts(self, now: float) -> Iterator[Tuple[str, Mapping[str, Any]]]:
         names = ("cpu", "load", "mem_used", "net_rx", "net_tx")
@@ -640,6 +670,7 @@ class JobMeasurement:
             "tasks": {task.name: self._task(task) for task in self._metrics.running},
             "store": self._metrics.store_shown(now, self._interval_s),
             "history": self._metrics.history(),
+            "reports": self._curves.shown(),
         }
 
     def _so_far(self, now: float) -> Optional[Dict[str, Any]]:

@@ -6,6 +6,7 @@
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
     events.1.jsonl what happened before, in a job with very many events
     metrics.jsonl  a sample of its numbers a minute; absent in a job that nothing was measured of
+    reports.json   how what its scripts report went on, over the whole run; absent where nothing was reported
     control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     engine.json    what the job is called in its engine; absent if it has none
     kill.json      who asked for its end, such as `distrun kill`; absent before
@@ -88,6 +89,7 @@ OUTCOME_SCHEMA = "distrun.outcome/1"
 REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"
 ENGINE_SCHEMA = "distrun.engine/1"
+REPORTS_SCHEMA = "distrun.reports/1"
 RESERVE = "reserve"
 EVENTS = "events.jsonl"
 OLDER_EVENTS = "events.1.jsonl"
@@ -361,6 +363,10 @@ class JobFolder:
         with open(str(self.path / "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
+    def keep_reports(self, reports: Mapping[str, Any]) -> None:
+        """Replace reports.json. `reports`: as a snapshot of metrics has them. Raises OSError."""
+        _replace(self.path / "reports.json", self._headed(REPORTS_SCHEMA, {"reports": reports}))
+
     # ------------------------------------------------------------------ reading
 
     def log_path(self, task: str) -> Path:
@@ -374,6 +380,13 @@ class JobFolder:
         from distrun_runtime.coordinator import logs
 
         return logs.tail(self.log_path(task), lines)
+
+    def reports(self) -> Mapping[str, Any]:
+        """Return what was last kept by `keep_reports`; {} if that is nothing, or cannot be read."""
+        with contextlib.suppress(JobStoreError):
+            found = (self._read("reports.json", {}) or {}).get("reports")
+            return found if isinstance(found, dict) else {}
+        return {}
 
     def request(self) -> Optional[Dict[str, Any]]:
         """Read request.json; None if there is none, as in folders of an older version. Raises JobStoreError."""

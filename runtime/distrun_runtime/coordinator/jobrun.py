@@ -214,6 +214,8 @@ class JobRun:
         """How often agents measure; 0: nothing is measured."""
         self._measuring: Optional[JobMeasurement] = None
         """Made when there is something to count: a short job ends before that."""
+        self._began: Optional[float] = None
+        """When the first event came (monotonic)."""
         self._exporter: Optional[MetricsPort] = None
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
@@ -336,11 +338,12 @@ class JobRun:
         if not self._sample_s:
             return []
         found: List[messages.AgentAction] = []
+        self._began = now if self._began is None else self._began
         try:
             if self._measuring is None and isinstance(event, _COUNTED):
                 from distrun_runtime.coordinator.conditions import JobMeasurement
 
-                self._measuring = JobMeasurement(self._plan, self._sample_s, time.time() - now)
+                self._measuring = JobMeasurement(self._plan, self._sample_s, time.time() - now, self._began)
             if self._measuring is not None:
                 for action in self._measuring.handle(event, now):
                     found += self._perform(action)
@@ -419,6 +422,7 @@ class JobRun:
         messages.Prepare: _begin_preparation,
         messages.RecordEvent: lambda self, action: self._record(action.kind, **action.members),
         messages.KeepMetrics: lambda self, action: self._try(self._folder.append_sample, action.line),
+        messages.KeepReports: lambda self, action: self._try(self._folder.keep_reports, action.reports),
         messages.ShowMetrics: lambda self, action: (action.give or self._service.metrics)(action.snapshot),
     }
 

@@ -330,6 +330,13 @@ class KeepMetrics(NamedTuple):
     """One JSON object, without its newline."""
 
 
+class KeepReports(NamedTuple):
+    """Replace reports.json."""
+
+    reports: Mapping[str, Any]
+    """As a snapshot has them."""
+
+
 class FinishJob(NamedTuple):
     """The job is over."""
 
@@ -339,7 +346,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Announce, RecordEvent, Sample, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, Sample, ShowMetrics, KeepMetrics, KeepReports]
 """What `conditions.JobMeasurement` returns."""
 
 

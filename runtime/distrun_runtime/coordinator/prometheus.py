@@ -96,6 +96,8 @@ _JOB = (
     _Metric("rate", "job_steps_per_second", "Steps of the slowest rank."),
     _Metric("loss", "job_loss", "Mean of the loss that ranks report."),
 )
+_TASK_REPORT = _Metric("", "report", "Reported by the tasks themselves.")
+_JOB_REPORT = _Metric("", "job_report", "Mean of what the ranks report.")
 
 
 class _Page:
@@ -130,7 +132,9 @@ def page(plan: Plan, snapshot: Mapping[str, Any]) -> str:
     """Return what Prometheus reads of a snapshot (`measuring.Measuring.snapshot`)."""
     found = _Page()
     job = ("job", plan.job)
-    found.all(_JOB, snapshot.get("progress") or {}, [job])
+    progress = snapshot.get("progress") or {}
+    found.all(_JOB, progress, [job])
+    _add_values(found, _JOB_REPORT, progress.get("values") or {}, [job], SERIES)
     for name, host in snapshot["hosts"].items():
         found.all(_HOST, host, [job, ("host", name)])
         for gpu in host["gpus"]:
@@ -153,18 +157,18 @@ def page(plan: Plan, snapshot: Mapping[str, Any]) -> str:
         report = numbers.get("report")
         if report is not None:
             count += found.all(_REPORT, report, labels)
-            _add_values(found, report["values"], labels, SERIES - count)
+            _add_values(found, _TASK_REPORT, report["values"], labels, SERIES - count)
     return found.text()
 
 
-def _add_values(found: _Page, values: Mapping[str, Any], labels: Labels, left: int) -> None:
-    """Add what a task reports itself: a metric for each name, of which no two may become the same."""
+def _add_values(found: _Page, metric: _Metric, values: Mapping[str, Any], labels: Labels, left: int) -> None:
+    """Add what tasks report themselves: a metric for each name, of which no two may become the same."""
     used = set()
     for value_name, value in values.items():
         name = re.sub(r"[^a-zA-Z0-9_]", "_", value_name)
         if left > 0 and name and name not in used:
             used.add(name)
-            left -= found.add(_Metric("", f"report_{name}", "Reported by the tasks themselves."), value, labels)
+            left -= found.add(metric._replace(name=f"{metric.name}_{name}"), value, labels)
 
 
 def _number(value: object) -> str:

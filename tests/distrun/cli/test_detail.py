@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 from fakecoordinator import METRICS
 from sample_plan import sample_plan
 
@@ -48,11 +50,30 @@ def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None
 
 
 @pytest.mark.parametrize("odd", [None, 5, "x", [], {}, {"a": 1}, float("inf")])
-@pytest.mark.parametrize("member", ["progress", "hosts", "tasks", "store", "history"])
+@pytest.mark.parametrize("member", ["progress", "hosts", "tasks", "store", "history", "reports"])
 def test_what_another_version_measures_is_shown_as_far_as_it_is_understood(
     member: str, odd: object, folder: JobFolder
 ) -> None:
     assert "calm-1  running" in text(folder, metrics={**METRICS, member: odd})
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_was_reported_is_drawn_also_once_the_job_is_over(is_over: bool, folder: JobFolder) -> None:
+    reports = {"loss": [[1, 1.0, 2.0], [50, 60.0, 1.0]], "accuracy": [[50, 60.0, 0.5]]}
+    if is_over:
+        folder.keep_reports(reports)
+        schemas.check(json.loads((folder.path / "reports.json").read_text()), "reports")
+        folder.finish(Outcome(0, "succeeded", "all workers succeeded", job="calm-1"))
+    shown = text(folder, metrics=None if is_over else {**METRICS, "reports": reports}).splitlines()
+    at = shown.index("loss 1   min 1  max 2   step 1 to 50")
+    assert len(shown[at + 6]) == tables.REPORT_COLUMNS
+    assert shown[at + 7] == "accuracy 0.5   min 0.5  max 0.5   step 50 to 50"
+
+
+def test_reports_that_cannot_be_read_are_none(folder: JobFolder) -> None:
+    for content in ("{", "[]", '{"version": 1, "reports": 5}', '{"version": 9, "reports": {"loss": []}}'):
+        (folder.path / "reports.json").write_text(content)
+        assert folder.reports() == {}
 
 
 def test_what_tasks_say_cannot_control_the_terminal(folder: JobFolder) -> None:

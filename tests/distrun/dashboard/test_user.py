@@ -106,7 +106,7 @@ def test_keys_change_order_panels_folding_and_hold_the_picture() -> None:
     man = User()
     press(man, "s", "f", "tab", "p")
     look = man.look
-    assert (look.order, look.is_folded, look.panel, look.is_paused) == ("task", True, "hosts", True)
+    assert (look.order, look.is_folded, look.panel, look.is_paused) == ("task", True, "reports", True)
     press(man, "backtab", "p", "f")
     assert (man.look.panel, man.look.is_paused, man.look.is_folded) == ("all", False, False)
 

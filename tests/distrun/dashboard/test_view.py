@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,16 +242,69 @@ def test_lines_of_a_stack_keep_their_end() -> None:
 
 def test_charts_fill_the_room_of_a_wide_terminal() -> None:
     metrics = snapshots.metrics(4)
-    for name in ("loss", "push_s", "pull_s"):
+    for name in ("push_s", "pull_s"):
         metrics["history"][name] = [float(number % 7) for number in range(200)]
     model = recorded(4)
     model.take("metrics", {"metrics": metrics}, NOW)
     model.settle(NOW)
-    found = shown(model, size=(200, 50))
-    assert len(found[2]) == 200
     (store,) = [line for line in shown(model, ViewSelection(panel="store"), (200, 50)) if line.startswith("push/s")]
     assert store.index(" queue") == 131
     assert " " not in store[10:65]
+
+
+def of_reports(count: int, name: str = "value") -> Model:
+    """Return a model of a job that reports so many numbers."""
+    metrics = snapshots.metrics(1)
+    metrics["reports"] = {f"{name}-{each}": metrics["reports"]["loss"] for each in range(count)}
+    model = recorded(1)
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    return model
+
+
+def test_what_scripts_report_is_drawn_as_wide_as_the_terminal_below_its_numbers() -> None:
+    for columns in (80, 200):
+        found = shown(of_reports(1), ViewSelection(panel="reports"), (columns, 50))
+        at = found.index("value-0 0.1742   min 0.1742  max 2.3   step 0 to 610")
+        drawn = found[at + 1 : at + 1 + view.CHART_ROWS]
+        assert [line[0] for line in drawn] == ["#"] * view.CHART_ROWS
+        assert drawn == sorted(drawn, key=len)
+        assert len(drawn[-1]) == columns
+
+
+@pytest.mark.parametrize("columns", [1, 20, 80])
+def test_curves_for_which_there_is_little_room_have_a_line_each_and_others_are_counted(columns: int) -> None:
+    for room in (0, 1, 2, 3, 15, 16, 31, 32, 200):
+        lines = [text.plain(line) for line in view.reports(of_reports(16), room, columns, text.ASCII)]
+        assert len(lines) <= room
+        assert all(len(line) <= columns for line in lines)
+        if columns == 80 and 0 < room < 16:
+            assert lines[-1] == f"{17 - room} more"
+        if columns == 80 and 16 <= room < 32:
+            assert lines[3] == "value-3  0.1742     #*==---..........._____________________  min 0.1742  max 2.3"
+
+
+def test_a_curve_whose_steps_went_back_is_told_by_its_time_and_odd_members_are_left_out() -> None:
+    model, title = of_reports(0), "\x1b]0;x\x07\x1b[2Jc\n"
+    reports = {"a": [[5, 1.0, 1.0], [1, 3700.0, 2.0]], title: [[None, 0.0, "nan"], [1, "x", 1], 7], "d": [], "e": 5}
+    model.take("reports", {"reports": reports}, NOW)
+    lines = [text.plain(line) for line in view.reports(model, 4, 60, text.ASCII)]
+    assert lines[::2] == ["a 2   min 1  max 2   0:00:01 to 1:01:40", "c nan      0:00:00 to 0:00:00"]
+    assert len(lines[1]) == 60
+    assert lines[3] == "!"
+
+
+def test_a_chart_reaches_from_the_smallest_number_to_the_largest_and_marks_what_is_none() -> None:
+    assert text.chart([1e308, 0.0, math.nan, -1e308], 2, text.ASCII) == ["#   ", "##!_"]
+    assert text.chart([3.0, 3.0], 1, text.ASCII) == ["__"]
+    assert text.chart([math.inf], 1, text.ASCII) == ["!"]
+
+
+def test_columns_of_a_chart_are_means_of_their_points_and_what_lies_between_two() -> None:
+    found = text.stretched([(0.0, 1.0), (10.0, 3.0), (10.0, 5.0), (20.0, math.nan)], 5)
+    assert found[:4] == [1.0, 2.5, 4.0, 4.0]
+    assert math.isnan(found[4])
+    assert text.stretched([(7.0, 2.0)], 80) == [2.0]
 
 
 def test_the_table_of_servers_has_a_heading_only_with_rows() -> None:
@@ -269,7 +323,7 @@ def test_of_a_young_job_the_chart_has_a_value_each_second() -> None:
         metrics = snapshots.metrics(4)
         metrics["history"] = {name: [1.0, 2.0] for name in metrics["history"]}
         model.take("metrics", {"metrics": metrics}, NOW + second)
-    assert len(model.trace("loss", 40)) == len(model.trace("push_s", 40)) == 20
+    assert len(model.trace("push_s", 40)) == 20
     assert model.trace("push_s", 2) == (1.0, 2.0)
 
 
@@ -290,7 +344,7 @@ def test_how_a_job_ended_is_seen_before_what_its_hosts_and_store_did_last() -> N
     )
     model.settle(NOW)
     titles = [line for line in shown(model) if line.startswith("-- ")]
-    assert [line.split()[1].rstrip(":") for line in titles] == ["first", "events", "hosts"]
+    assert [line.split()[1].rstrip(":") for line in titles] == ["first", "events", "reports"]
     assert any("job over, exit code 1" in line for line in shown(model))
 
 

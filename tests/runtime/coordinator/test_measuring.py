@@ -146,7 +146,14 @@ def test_a_sample_a_minute_is_kept_and_one_at_the_end() -> None:
     assert kept[0]["schema"] == conditions.SCHEMA
     assert [each["time"] for each in kept[:2]] == ["1970-01-12T13:47:41.000Z", "1970-01-12T13:48:41.000Z"]
     assert kept[2]["cpu"] == 1.0
-    assert kept[2]["progress"] == {"step": 5, "total": 10, "phase": 0, "rate": 0, "loss": 0.25}
+    assert kept[2]["progress"] == {
+        "step": 5,
+        "total": 10,
+        "phase": 0,
+        "rate": 0,
+        "loss": 0.25,
+        "values": {"loss": 0.25},
+    }
     assert kept[2]["tasks"]["worker-1"] == {"cpu": 0.5, "rss": 1048576}
     assert kept[2]["hosts"]["d1"]["cpu"] == 0.5
 

@@ -125,6 +125,13 @@ def test_a_worker_that_has_ended_holds_nothing_up_and_the_last_ones_stay(script:
     assert script.value()["slowest"] == "worker-0"
 
 
+def test_of_ranks_that_have_ended_only_what_no_other_reports_counts(script: Script) -> None:
+    script.report("worker-0", 9, 10, loss=1.0, final=7.0)
+    script.report("worker-1", 5, 10, loss=3.0)
+    script.progress.end("worker-0")
+    assert script.value()["values"] == {"loss": 3.0, "final": 7.0}
+
+
 def test_only_workers_have_progress() -> None:
     job = MeasuredJob(sample_plan(1, 1, ("d1",)))
     job.report("server-0", 5, 10)

@@ -60,6 +60,7 @@ def test_prometheus_understands_every_line() -> None:
     assert of["distrun_task_stalled", "worker", "0"].value == 0
     assert math.isnan(of["distrun_job_loss", None, None].value)
     assert of["distrun_job_progress_ratio", None, None].value == 0.5
+    assert of["distrun_job_report_value_7", None, None].value == of["distrun_report_value_7", "worker", "0"].value == 7
 
 
 def test_no_task_has_more_than_50_series_and_no_key_has_one() -> None:
