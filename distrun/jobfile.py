@@ -195,7 +195,7 @@ class _TableReader:
                 if path in (("command",), ("run",)):
                     found[path[0]] = _command(path[0], value)
                 elif row is None:
-                    self.wrong((*base, *path), _unknown(path))
+                    self.wrong((*base, *path), _unknown(path, isinstance(value, dict)))
                 elif path[-1] == "env":
                     found[row.key] = tuple(self._variables(value, path, base))
                 else:
@@ -313,10 +313,18 @@ def _command(key: str, value: Any) -> str | tuple[str, ...]:
     return tuple(_expect(key, "a command: texts in brackets, or one text", value, is_right) and words)
 
 
-def _unknown(path: tuple[str, ...]) -> str:
+def _unknown(path: tuple[str, ...], is_table: bool) -> str:
     """Return the message for a key that does not exist, with what may have been meant."""
     import difflib  # for a mistake only
 
+    if is_table and len(path) == 1:
+        near = difflib.get_close_matches(path[0], [*ROLES, "env", "profile"], n=1)
+        hint = (
+            f"did you mean [{near[0]}]?"
+            if near
+            else "an engine's section is read from ~/.config/distrun/config.toml only"
+        )
+        return f"unknown table [{path[0]}]: {hint}"
     table, key = path[:-1], path[-1].replace("_", "-")
     options = {name.lstrip("-"): row for row in _KEYS.values() for name in row.name.split("/")}
     known = {each[-1]: each for each in (*_KEYS, ("command",), ("run",)) if each[:-1] == table}

@@ -22,6 +22,7 @@ from sizes import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from slowness import pytest_report_header
 from sshd import ssh_config
 from terminal import terminal
 
@@ -56,6 +57,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_itemcollected",
     "pytest_pyfunc_call",
+    "pytest_report_header",
     "pytest_runtest_setup",
     "pytest_sessionfinish",
     "pytest_terminal_summary",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = ROOT / "runtime" / "distrun_runtime"
@@ -50,7 +51,7 @@ def test_every_import_rule_is_kept() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

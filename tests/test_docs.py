@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 from namedtests import check_named_tests
+from slowness import scaled
 
 from distrun import cli
 from distrun_runtime import kvstore
@@ -196,7 +197,7 @@ def launch_two(tmp_path: Path, text: str) -> list[str]:
     command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "1", "--launcher", "local"]
     command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), sys.executable, str(script)]
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 pytestmark = [pytest.mark.package, pytest.mark.timeout(300)]
 
@@ -18,7 +19,7 @@ TEMPLATES = "distrun/templates/README.md"
 
 def run(*argv: object, cwd: Path | None = None) -> str:
     command = [str(word) for word in argv]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=scaled(280), check=False)
     assert result.returncode == 0, " ".join(command) + "\n" + result.stdout + result.stderr
     return result.stdout
 

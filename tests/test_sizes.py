@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import slowness
 
 SUPPORT = Path(__file__).resolve().parent / "support"
 
@@ -67,6 +68,17 @@ def test_four(job, placement, rule):
 def test_alone(placement):
     pass
 """
+LIMITS = """\
+import pytest
+from slowness import scaled
+
+@pytest.mark.timeout(9)
+def test_own(request):
+    assert request.node.get_closest_marker("timeout").args == (scaled(9),) == (27,)
+
+def test_usual(request):
+    assert request.node.get_closest_marker("timeout").args == (scaled(7),) == (21,)
+"""
 MARKERS = "".join("    %s: a marker\n" % name for name in ("engine", "lab", "package", "peers", "slow", "ssh"))
 
 
@@ -81,7 +93,9 @@ def run(folder: Path, *words: str, tests: str = TESTS) -> tuple[int, str]:
         file.write(MARKERS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", "-v", *words]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # to load all plugins takes longer than these tests
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=slowness.scaled(100), check=False
+    )
     return done.returncode, done.stdout
 
 
@@ -164,3 +178,10 @@ def test_a_test_without_the_marker_of_what_it_uses_fails_and_is_told_which(tmp_p
     code, out = run(tmp_path, "-k", "forgotten")
     assert code == 1, out
     assert "mark this test:  @pytest.mark.peers" in out
+
+
+def test_time_limits_grow_by_what_was_measured_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(slowness.VARIABLE, "3.0")
+    code, out = run(tmp_path, "-p", "timeout", "-o", "timeout=7", "-n", "2", tests=LIMITS)
+    assert code == 0, out
+    assert 1 <= slowness.measured() <= slowness.MOST

@@ -12,6 +12,7 @@ import pytest
 import walks
 from distrun_cli import Distrun, leaving_nothing, wait_until
 from manual import ManualJob
+from slowness import scaled
 from terminal import Session
 
 COMMON = "what all commands use"
@@ -33,7 +34,7 @@ def run(distrun: Distrun, out: Path, *words: str, code: int = 0) -> None:
         cwd=distrun.work,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         check=False,
     )
     assert done.returncode == code, done.stderr
@@ -103,7 +104,7 @@ def test_the_map_names_the_files_of_the_dashboard(tmp_path: Path) -> None:
         shown.type("q")
         assert shown.ends() == 0
         job.send_signal(signal.SIGINT)
-        job.wait(60)
+        job.wait(scaled(60))
         walks.check_map(walks.walk(tmp_path / "walk"), COMMON, "distrun top")
 
 

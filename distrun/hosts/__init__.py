@@ -91,6 +91,18 @@ class Inventory:
         folded = fold(self.names)
         return folded if words == expand(folded) else ",".join(words)
 
+    def as_file(self) -> str:
+        """Return the hosts as a hosts file has them."""
+        lines = []
+        for spec in self.specs:
+            words = [f"[{spec.name}]" if ":" in spec.name else spec.name]
+            for name, value in list(vars(spec).items())[1:]:
+                if value:
+                    text = ",".join(value) if isinstance(value, tuple) else str(value)
+                    words.append(name + '="' + text.replace("\\", r"\\").replace('"', r"\"") + '"')
+            lines.append(" ".join(words) + "\n")
+        return "".join(lines)
+
     @functools.cached_property
     def _by_name(self) -> dict[str, HostSpec]:
         return {spec.name: spec for spec in self.specs}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from distrun_cli import wait_until
 from fakessh import FakeSsh
 
 from distrun import Jobs, Request, hostwait
 from distrun.errors import PreflightError
 from distrun.hosts import named
+from distrun.hosts.parse import parse
 from distrun.request import JobRequest
 from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -59,6 +62,22 @@ def test_a_host_that_refuses_the_login_is_not_waited_for(ssh: FakeSsh) -> None:
     assert wait(60) == []
 
 
+def test_a_look_that_the_time_ends_counts_as_no_answer_and_leaves_nothing(ssh: FakeSsh, tmp_path: Path) -> None:
+    ssh.does(f"echo $$ >>{tmp_path}/pids; exec sleep 1000")
+    with pytest.raises(PreflightError, match=r"not up after 3 s: d1 \(no answer\)"):
+        wait(3.0)
+    pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+    wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids), 60, "its ssh has ended")
+
+
+def test_hosts_from_standard_input_are_asked_with_all_that_was_said_of_them() -> None:
+    text = 'me@[fe80::1]:2222 slots="2" identity="a \\\\ \\"b" jump="gate,x:22" labels="u,v"\nd2\n'
+    found = parse(text, "<stdin>")
+    argv, given = hostwait.question(replace(request("d2", hostfile="-"), hosts=found))
+    assert argv[-4:-2] == ["-H", "/dev/stdin"]
+    assert parse(given, "<stdin>") == found
+
+
 def test_hosts_that_the_environment_names_are_asked_by_their_file_or_their_names() -> None:
-    assert hostwait.question(request("a1", "a2"))[-4:] == ["--hosts", "a[1-2]", "--transport", "openssh"]
-    assert hostwait.question(request("a1", outer={"DISTRUN_HOSTFILE": "h"}))[-4:-2] == ["-H", "h"]
+    assert hostwait.question(request("a1", "a2"))[0][-4:] == ["--hosts", "a[1-2]", "--transport", "openssh"]
+    assert hostwait.question(request("a1", outer={"DISTRUN_HOSTFILE": "h"}))[0][-4:-2] == ["-H", "h"]

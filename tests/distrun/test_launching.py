@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun import backends, killing, launching, planning
 from distrun.backends.base import Swept
@@ -113,7 +114,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     child.stdout.readline()
     pid, start = process.identity(child.pid)
     done = killing.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
-    assert child.wait(60) == (-15 if obeys else -9)
+    assert child.wait(scaled(60)) == (-15 if obeys else -9)
     child.stdout.close()
     assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
     if obeys:

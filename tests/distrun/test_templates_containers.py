@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from compose_spec import PyCompose
+from slowness import scaled
 
 from distrun import __version__, templates
 
@@ -118,7 +119,7 @@ def test_folder_of_the_program_is_the_one_given_whatever_its_name() -> None:
 
 
 def docker(*words: str, cwd: Path) -> str:
-    done = subprocess.run(["docker", *words], cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(["docker", *words], cwd=cwd, capture_output=True, text=True, timeout=scaled(900), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -141,7 +142,7 @@ def test_images_are_built_and_a_job_runs_on_the_three_hosts(tmp_path: Path) -> N
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
         capture_output=True,
-        timeout=300,
+        timeout=scaled(300),
         check=True,
     )
     (tmp_path / "Dockerfile").write_text(rendered("dockerfile"))

@@ -23,6 +23,7 @@ import wheels
 from awskit import Account, aws, aws_server
 from hostlab import Unavailable
 from lab import ROOT, Done, Site, shared_folders, skip, wait_until
+from slowness import scaled
 
 __all__ = ["aws", "aws_server"]
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
@@ -145,7 +146,7 @@ def boot(cloud: Cloud, user_data: str, *names: str) -> dict[str, tuple[int, str]
             cloud[name].exec("tee", "/run/user-data", text=user_data)
             argv = cloud[name].enter_argv("bash", "/run/user-data")
             started[name] = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        out = {name: process.communicate(timeout=400)[0] for name, process in started.items()}
+        out = {name: process.communicate(timeout=scaled(400))[0] for name, process in started.items()}
     return {name: (process.returncode, out[name]) for name, process in started.items()}
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from slowness import scaled
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -119,7 +120,7 @@ def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp
     command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "small by priority"]
     command += ["--systems", "distrun", "--peers", str(tmp_path), "--runs", "1", "--rounds", "1"]
     command += ["-n", "2", "-s", "1"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(200), check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "| work | distrun |"
@@ -132,7 +133,7 @@ def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp
 @pytest.mark.slow
 def test_a_rule_is_measured_beside_the_sum_and_a_copy() -> None:
     command = [sys.executable, str(BENCHMARKS / "rules.py"), "--model", "small", "--repeats", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("| rule | sum and rule | sum alone | copy |")
@@ -151,7 +152,9 @@ def test_what_a_rule_adds_is_its_time_without_that_of_the_sum() -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time and memory of a job are read from /proc")
 def test_growth_is_measured_for_all_processes_of_a_job() -> None:
     command = [sys.executable, str(BENCHMARKS / "growth.py"), "--runs", "1", "--smallest", "--series", "servers"]
-    result = subprocess.run([*command, "--memory", "small"], capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        [*command, "--memory", "small"], capture_output=True, text=True, timeout=scaled(200), check=False
+    )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line.split("|")[3].strip() for line in lines[2:4]] == ["1", "2"]
@@ -193,7 +196,7 @@ def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() ->
 def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--hosts", "2", "--runs", "1", "--local-runs", "1"]
     command += ["--systems", "distrun", "ssh loop"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
         pytest.skip(result.stderr.strip().splitlines()[-1])
     assert result.returncode == 0, result.stderr
@@ -217,7 +220,7 @@ def test_pulls_of_rows_are_measured_beside_a_dense_pull_of_the_same_run() -> Non
 def test_object_stores_are_measured_beside_files() -> None:
     pytest.importorskip("aiohttp", reason="web servers are read by aiohttp: pip install aiohttp fsspec")
     command = [sys.executable, str(BENCHMARKS / "remote.py"), "--runs", "1", "--megabytes", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert result.returncode == 0, result.stderr
     for work in ("records in order", "records shuffled", "images"):
         cell = r" \d+ \(([0-9.]+), {0}-{0}\) \|"
@@ -229,7 +232,7 @@ def test_object_stores_are_measured_beside_files() -> None:
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
     command += ["--model", "10x1000", "-n", "1", "-s", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "| magnitude | numpy to float16 | to float16 | numpy to float32 | to float32 |"
@@ -304,7 +307,7 @@ def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Pat
     works, kept = ("4 B", "1 MB", "4 B, one worker", "barrier", "1,000 keys, wait=False"), tmp_path / "found.json"
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--runs", "1", "--peers", str(tmp_path / "none")]
     command += ["--results", str(kept), "--works", *works]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     names = ["distrun", "pyzmq", "sketch-tcp", "sketch", "sketch-threads"]
@@ -321,7 +324,7 @@ def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Pat
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="threads of a job are read from /proc")
 def test_where_the_time_of_a_small_round_goes_is_shown_for_both_sides() -> None:
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--where", "--rounds", "20", "--functions", "400"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^\| (?:server|worker) \d+ \| main \| \d+ \|", result.stdout, re.MULTILINE)) == 3
     assert re.search(r"^A round of rank 0: [0-9.]+ ms\.$", result.stdout, re.MULTILINE)
@@ -344,7 +347,7 @@ def test_a_process_that_strace_cannot_follow_is_named_with_the_reason(monkeypatc
 def test_small_rounds_are_measured_between_two_hosts_of_a_lab(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--hosts", "lab", "--runs", "1", "--works", "4 B"]
     command += ["--systems", "distrun", "pyzmq", "sketch-tcp", "--peers", str(tmp_path / "none")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
         pytest.skip(result.stderr.strip().splitlines()[-1])
     assert result.returncode == 0, result.stderr

@@ -17,6 +17,7 @@ from signal import SIGINT
 
 import pytest
 from manual import ManualJob
+from slowness import scaled
 
 SCRIPT = Path(__file__).parent / "conformance" / "job.py"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -59,7 +60,11 @@ def said() -> Iterator[str]:
         patch.setenv("NUMBA_DISABLE_JIT", "1")
         command = [sys.executable, "-m", "distrun", "launch", "-n", str(SEVEN), "--launcher", "local"]
         done = subprocess.run(
-            [*command, sys.executable, str(SCRIPT), *PARTS], capture_output=True, text=True, timeout=280, check=False
+            [*command, sys.executable, str(SCRIPT), *PARTS],
+            capture_output=True,
+            text=True,
+            timeout=scaled(280),
+            check=False,
         )
         yield done.stdout + done.stderr + "\nexit code %d" % done.returncode
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ports import free_port
+from slowness import scaled
 
 pytestmark = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="the digits come with scikit-learn: pip install scikit-learn"
@@ -27,7 +28,9 @@ def run(argv: list[str], tmp_path: Path) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     env["XDG_STATE_HOME"] = str(tmp_path / "state")
     env["OMP_NUM_THREADS"] = env["OPENBLAS_NUM_THREADS"] = "1"
-    result = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(
+        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(100), check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = re.compile(r"Epoch (\d+): (?:Test_acc|loss) (\d+\.\d{6})$", re.MULTILINE)
@@ -37,7 +38,7 @@ def run(argv: list[str], folder: Path, code: int = 0) -> tuple[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     env |= {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
     env["OPENBLAS_NUM_THREADS"] = "1"
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
 

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 from gpukit import Machine, gpus_of_process
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
@@ -179,7 +180,7 @@ def test_calls_of_a_store_are_measured_beside_what_is_wanted(
 
 def test_what_a_call_costs_is_counted_without_a_gpu(check: ModuleType) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_calls.py"), "--counts"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "12 calls of the driver, goal 12: reached" in done.stdout
     assert "0 of 7 goals missed" in done.stdout
@@ -400,7 +401,7 @@ def test_sums_and_rules_beside_torch() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     others = json.dumps([str(Path(pytest.__file__).parents[1])])
     argv = [python_of("torch"), "-c", PROGRAM, others]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for state, text, _ in found.values():
@@ -429,7 +430,7 @@ assert callable(cupy.cuda.Stream.synchronize)
 @pytest.mark.peers
 def test_cupy_has_what_the_benchmark_calls() -> None:
     argv = [python_of("cupy"), "-c", CUPY, json.dumps(drycard.SIGNATURES), json.dumps(drycard.CONSTANTS)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "lstm_ptb.py")
@@ -25,7 +26,7 @@ def run(folder: Path, argv: list[str], code: int = 0) -> str:
     """Run a command with a job store of its own; return what it prints, for a wrong end what it says of it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     env |= {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
 

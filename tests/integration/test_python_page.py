@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from lab import Site
+from slowness import scaled
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -35,7 +36,7 @@ def test_all_that_runs_on_this_machine_is_one_program(folder: Path) -> None:
     program = "\n".join(HERE)
     env = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     argv = [sys.executable, "-c", program]
-    done = subprocess.run(argv, env=env, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, env=env, cwd=folder, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == printed(program)
 

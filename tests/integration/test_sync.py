@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fakehosts import tree, write
 from lab import Done, Site, wait_until
+from slowness import scaled
 from sshd import USER, key, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +227,7 @@ def sync(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
         env={**os.environ, "PYTHONPATH": "%s:%s/runtime" % (ROOT, ROOT), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)

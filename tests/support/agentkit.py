@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distrun_cli import wait_until
+from slowness import scaled
 
 from distrun import shipping
 from distrun_runtime.contract import plan as plans
@@ -168,7 +169,7 @@ class AgentDriver:
 
     def wait(self, *kinds: str, limit_s: float = WAIT_S, **members: object) -> session.Frame:
         """Return the first frame of one of these kinds (with these members) that was not returned before."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + scaled(limit_s)
         seen = 0
         while True:
             for index in range(seen, len(self.frames)):
@@ -213,7 +214,7 @@ class AgentDriver:
 
     def hear_until(self, condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
         """Take what arrives until `condition()` is true."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + scaled(limit_s)
         while not condition():
             assert time.monotonic() < deadline, "after %g s still not: %s" % (limit_s, what)
             assert self.hear(0.1), "the agent ended before: %s" % what
@@ -224,7 +225,7 @@ class AgentDriver:
     def exited(self, name: str = "worker-0", limit_s: float = WAIT_S) -> dict[str, object]:
         """Return the `exited` message of a task, once all its output has arrived too."""
         header = self.wait("exited", task=name, limit_s=limit_s).header
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + scaled(limit_s)
         while any(len(self.output.get((name, stream), b"")) < int(header[stream]) for stream in ("out", "err")):
             assert time.monotonic() < deadline, "output of %s is missing" % name
             assert self.hear(1.0), "the agent ended before all output had come"
@@ -234,7 +235,7 @@ class AgentDriver:
         """Say `end`, hear `bye`, and return the agent's exit code."""
         self.say("end")
         self.wait("bye", limit_s=limit_s)
-        return self.child.wait(limit_s)
+        return self.child.wait(scaled(limit_s))
 
     # The processes
 
@@ -294,7 +295,7 @@ def agent(*tasks: Task, **members: object) -> Iterator[AgentDriver]:
     finally:
         driver.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            driver.child.wait(30)
+            driver.child.wait(scaled(30))
         for row in process.table():
             if process.environ_of(row.pid).get("DISTRUN_JOB_ID") == driver.job:
                 with contextlib.suppress(ProcessLookupError):

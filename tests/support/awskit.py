@@ -15,6 +15,7 @@ from typing import Any
 import boto3
 import jmespath
 import pytest
+from slowness import scaled
 
 from distrun import templates
 
@@ -63,7 +64,7 @@ class Account:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "HOME": str(cwd), "LANG": "C.UTF-8", "AWS_ENDPOINT_URL": self.url, "AWS_PAGER": "", **KEYS}
         argv = ["bash", "-eu", "-o", "pipefail", "-c", script]
-        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=scaled(300), check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

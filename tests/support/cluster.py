@@ -10,6 +10,7 @@ from typing import Any
 
 from forgetful import Forgetful
 from scripted_transport import Stepped
+from slowness import scaled
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.shared_memory import Pool
@@ -34,7 +35,7 @@ from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
 
-DEADLINE_S = 100.0
+DEADLINE_S = scaled(100.0)
 """Beyond every deadline that a test sets, and below that of the test itself, also on a slow machine."""
 
 TOKEN = b"a secret of this job"
@@ -45,7 +46,7 @@ PATHS = {
 }
 """The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
 
-END_S = 20.0
+END_S = scaled(20.0)
 """How long scheduler and servers have to end by themselves when the workers have."""
 
 PARTITION: str | None = None
@@ -82,8 +83,8 @@ def config(role: str, **changes: Any) -> Config:
         token=TOKEN,
         incarnation=0,
         heartbeat=Heartbeat(0.5, 30.0),
-        start_timeout_s=60.0,
-        op_timeout_s=60.0,
+        start_timeout_s=scaled(60.0),
+        op_timeout_s=scaled(60.0),
         bigarray_bound=1000000,
         verbose=0,
         faults=Faults(),

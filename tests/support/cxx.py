@@ -20,6 +20,7 @@ from typing import Union
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from distrun_runtime.arrays.gpu_programs import Access, Kernel, Program
 
@@ -79,7 +80,7 @@ def compiled(program: Program) -> Compiled:
             made = Path(room, "made.so")
             command = [path, *OPTIONS, "-o", str(made), "-"]
             result = subprocess.run(
-                command, input=program.source, capture_output=True, text=True, timeout=100, check=False
+                command, input=program.source, capture_output=True, text=True, timeout=scaled(100), check=False
             )
             assert result.returncode == 0, result.stderr
             os.replace(made, library)  # of several processes that compile it, the last one's stays

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from slowness import scaled
+
 from distrun.backends import bootstrap
 from distrun_runtime.agent.dial import Credentials, Dialed, Dialer
 from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register, pin_of
 
 JOB = "calm-otter-7f3"
 SECRET = "5e" * 32
-WAIT_S = 20.0
+WAIT_S = scaled(20.0)
 CERTIFICATE = bootstrap.certificate(JOB)
 """Made once: what it takes is not what these tests are about."""
 PIN = pin_of(CERTIFICATE)

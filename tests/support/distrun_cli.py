@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from forked import Forker
+from slowness import scaled
 
 from distrun import cli
 
@@ -69,14 +70,14 @@ class Distrun:
         """Run it to its end; stdout and stderr are bytes. See `forked` for how it is started."""
         env, folder = {**self.env, **(env or {})}, more.pop("cwd", self.work)
         if not more and _forker().can_run(env):
-            return _forker().run(self.argv(*words), words, env, folder, timeout_s)
+            return _forker().run(self.argv(*words), words, env, folder, scaled(timeout_s))
         return subprocess.run(
             self.argv(*words),
             env=env,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=timeout_s,
+            timeout=scaled(timeout_s),
             check=False,
             **more,
         )
@@ -188,7 +189,8 @@ def processes() -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float, what: str = "") -> Any:
-    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`."""
+    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`, scaled (`slowness`)."""
+    limit_s = scaled(limit_s)
     end = time.monotonic() + limit_s
     while True:
         value = is_true()

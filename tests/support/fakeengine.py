@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slowness import scaled
+
 from distrun import planning
 from distrun.backends.base import Backend, Rendered, Swept
 from distrun.backends.bootstrap import Bootstrap
@@ -34,7 +36,7 @@ from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import Event
 
-WAIT_S = 60.0
+WAIT_S = scaled(60.0)
 
 
 class FakeEngine(Backend):

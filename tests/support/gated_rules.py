@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from slowness import scaled
+
 from distrun_runtime.ops.optimizers import Array, Rates, Rule, State
 
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 
 
 class Gate:

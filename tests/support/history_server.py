@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from cluster import TOKEN, config, server_loop
 from scripted_transport import Stepped
+from slowness import scaled
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Buffer
@@ -37,7 +38,7 @@ Values = Mapping[str, Any]
 """Keys or pieces to what can be made an array of."""
 
 SCHEDULER = role.SCHEDULER_LINK
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 
 # Messages and what is in them
 

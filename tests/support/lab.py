@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import pytest
 from distrun_cli import wait_until
 from hostlab import Lab, Process, Unavailable
+from slowness import scaled
 from terminal import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,10 +90,11 @@ class Running:
         if self._child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self._child.wait(30)
+            self._child.wait(scaled(30))
 
     def wait(self, limit_s: float = TIMEOUT_S) -> int:
         """Wait for its end; return its exit code (negative: the signal)."""
+        limit_s = scaled(limit_s)
         try:
             return self._child.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -172,7 +174,7 @@ class Site(Lab):
             env=self.env(env),
             input=text.encode(),
             capture_output=True,
-            timeout=timeout_s,
+            timeout=scaled(timeout_s),
             check=False,
         )
         return Done(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 from ports import free_port
+from slowness import scaled
 
-DEADLINE_S = 90.0
+DEADLINE_S = scaled(90.0)
 
 OURS = ("DMLC_", "DISTRUN_", "PS_", "MXNET_", "RANK", "WORLD_SIZE", "MASTER_", "JAX_")
 

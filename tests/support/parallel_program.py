@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from cases import run_cases
+from slowness import scaled
 from torch import nn
 
 from distrun_runtime.errors import StageError, TimedOut
@@ -24,7 +25,7 @@ from distrun_runtime.parallel import LayerCost, Pipeline, StagePlan, balance, me
 from distrun_runtime.parallel import pipeline as module
 
 WORDS = 11
-LIMIT_S = 30.0
+LIMIT_S = scaled(30.0)
 
 
 def text_model(recurrent: type[nn.RNNBase] = nn.LSTM, *, batch_first: bool = False) -> nn.Sequential:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 VERSIONS = ["3.%d" % minor for minor in range(8, 16)]
 TOO_OLD = ["3.5", "3.6", "3.7"]
@@ -22,7 +23,7 @@ def interpreter(version: str) -> str:
     siblings = sorted(Path(found).parent.parent.glob("versions/%s.*/bin/python" % version))
     for candidate in [found, *map(str, siblings)]:
         question = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=scaled(60), check=False)
         if answer.returncode == 0 and answer.stdout.strip() == version:
             return candidate
     return ""

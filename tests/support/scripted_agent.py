@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slowness import scaled
+
 from distrun_runtime.contract import session
 from distrun_runtime.coordinator.channel import StreamChannel
 
 Script = Callable[["ScriptedAgent"], None]
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 
 
 class ScriptedAgent:

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slowness import scaled
+
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.transport.base import COPIED, Event, Lease
 
-STEP_S = 60.0
+STEP_S = scaled(60.0)
 """How long a step of a loop may take, on a busy machine."""
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slowness import scaled
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,7 +23,7 @@ def run_script(
     command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", str(servers)]
     command += ["--launcher", "local", "--no-prefix", "--run-dir", str(folder / "jobs"), python, str(script), *words]
     env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
 
 
 def cases_of(program: Path) -> list[str]:
@@ -34,7 +36,7 @@ def outcomes_of(program: Path, python: str) -> dict[str, str]:
     """Run a program of cases (`cases.run_cases`); return their tracebacks by name, empty where one ended well."""
     path = os.pathsep.join([str(ROOT / "runtime"), str(program.parent)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, program], env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([python, program], env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, str] = json.loads(done.stdout)
     return result

@@ -6,9 +6,11 @@ import contextlib
 import socket
 from typing import Any
 
+from slowness import scaled
+
 from distrun_runtime.contract import session
 
-LIMIT_S = 20.0
+LIMIT_S = scaled(20.0)
 
 
 class ServiceClient:

@@ -19,6 +19,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import slowness
 
 LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
@@ -51,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Set markers before `-m` selects by them."""
+    slowness.lengthen(item)
     for fixture, marker in BY_FIXTURE.items():
         if fixture in getattr(item, "fixturenames", ()):
             item.add_marker(marker)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import sizes
 from ports import free_port
+from slowness import scaled
 
 from distrun import shipping
 from distrun.ssh.ask import Asker
@@ -29,7 +30,7 @@ from distrun_runtime.coordinator import messages
 
 PROGRAM = "/usr/sbin/sshd"
 USER = getpass.getuser()
-WAIT_S = 60.0
+WAIT_S = scaled(60.0)
 
 
 def key(path: Path, *options: str) -> Path:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
-WAIT_S = 60.0
+WAIT_S = scaled(60.0)
 
 
 class Terminal:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+from slowness import scaled
+
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.transport.base import Arrived, Event, Heartbeat, PathChosen, Transport, Up
@@ -16,7 +18,7 @@ SHORT = Heartbeat(0.5, 4.0)
 """Where a peer is to be lost; a healthy one may still be slow for a while."""
 LONG = Heartbeat(0.5, 60.0)
 """Where none is to be lost."""
-DEADLINE_S = 60.0
+DEADLINE_S = scaled(60.0)
 
 HELLO = message.encode(Message(Kind.HELLO))
 WELCOME = message.encode(Message(Kind.WELCOME))

@@ -7,6 +7,8 @@ import socket
 import struct
 import time
 
+from slowness import scaled
+
 MORE, LONG, COMMAND = 1, 2, 4
 
 
@@ -43,7 +45,7 @@ class Peer:
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), 30)
-        self.socket.settimeout(30)
+        self.socket.settimeout(scaled(30))
         self.sent = 0
         self.is_closed = False
         """The node has closed it."""

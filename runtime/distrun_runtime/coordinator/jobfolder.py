@@ -236,15 +236,15 @@ class JobFolder:
         return request and not plan
 
     def _asked(self) -> Dict[str, Any]:
-        """Return what state.json repeats of the plan, or, while there is none, of the request."""
+        """Return what state.json repeats of the request and of the plan, if there is one."""
+        request = self.request() or {}
+        labels, command = (list(request.get(name, ())) for name in ("labels", "command"))
         if self._plan is None and self.is_unplanned:
-            request = self.request() or {}
             known = {name: request.get(name, "") for name in ("name", "cwd")}
-            command = list(request.get("command", ()))
-            return {**known, "backend": request.get("launcher", ""), "command": command, "hosts": []}
+            return {**known, "labels": labels, "backend": request.get("launcher", ""), "command": command, "hosts": []}
         plan = self.plan()
         known = {"name": plan.name, "backend": plan.backend, "command": list(plan.command), "cwd": plan.cwd}
-        return {**known, "hosts": [host.name for host in plan.hosts]}
+        return {**known, "labels": labels, "hosts": [host.name for host in plan.hosts]}
 
     @property
     def is_finished(self) -> bool:
@@ -466,7 +466,8 @@ class JobFolder:
             created = self.created()
             times = {"created": created, "updated": created}
             who = {"schema": SCHEMA, "version": VERSION, "id": self.id, "name": self.name(), "state": facts.DAMAGED}
-            return {**who, **times, **nothing, "message": str(err), "command": [], "hosts": [], "tasks": []}
+            empty: Dict[str, Any] = {name: [] for name in ("labels", "command", "hosts", "tasks")}
+            return {**who, **times, **nothing, "message": str(err), **empty}
 
     def _read_state(self) -> Dict[str, Any]:
         value = self._load("state.json", stored.STATE)

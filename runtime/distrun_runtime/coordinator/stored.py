@@ -80,7 +80,9 @@ NAME = MemberType(
 
 Members = Mapping[str, MemberType]
 
-REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
+REQUEST: Members = {
+    **{"id": TEXT, "time": TIME, "name": TEXT, "labels": TEXTS, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
+}
 ALLOCATION: Members = {"id": TEXT, "time": TIME}
 HANDLE = MemberType(
     "an object with engine, id and more",

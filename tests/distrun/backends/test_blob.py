@@ -20,6 +20,7 @@ from agentkit import agent, shell
 from hypothesis import given
 from hypothesis import strategies as st
 from pythons import TOO_OLD, VERSIONS, need
+from slowness import scaled
 
 from distrun import shipping
 from distrun_runtime.agent import stopping
@@ -235,7 +236,7 @@ def test_travelling_files_keep_to_python_3_8() -> None:
     # Used only where they exist: behind hasattr, or never evaluated (annotations).
     allowed = ["--exclude", "os.pidfd_open", "--exclude", "signal.pidfd_send_signal", "--no-eval-annotations"]
     command = [*vermin, *allowed, *map(str, sources())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for path in sources():
         ast.parse(path.read_text("utf-8"), feature_version=(3, 8))

@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 from distrun_cli import Distrun
+from slowness import scaled
 
 import distrun_runtime
 from distrun import cli, shipping
@@ -287,7 +288,7 @@ def test_an_empty_word_for_a_job_is_refused(distrun: Distrun, words: tuple[str, 
 def test_a_current_directory_that_is_gone_is_told(distrun: Distrun, words: str) -> None:
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"'
     argv = ["sh", "-c", script, *distrun.argv(*words.split())]
-    done = subprocess.run(argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=scaled(60), check=False)
     assert "the current directory does not exist any more" in error(done)
 
 
@@ -352,7 +353,7 @@ def test_a_watched_list_says_how_it_ends_and_leaves_the_screen_clean(distrun: Di
                 data += b"\x03"
             shown += data
     os.close(ours)
-    assert child.wait(60) == 0
+    assert child.wait(scaled(60)) == 0
     _, _, after = shown.partition(b"\x1b[?1049l")  # back from the second screen
     assert b"^C" not in after
     assert b"ends this" not in after

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun
+from slowness import scaled
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = """\
@@ -154,7 +155,9 @@ def test_hosts_from_standard_input_are_recorded_with_all_that_is_said_of_them(
 ) -> None:
     words = ("launch", "-n", "1", "-s", "0", "-H", "-", "--print-config", "true")
     argv = ["sh", "-c", 'printf \'%s\' "$0" | "$@"', hosts, *distrun.argv(*words)]
-    found = subprocess.run(argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=100, check=True)
+    found = subprocess.run(
+        argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=scaled(100), check=True
+    )
     assert recorded in found.stdout.decode().splitlines()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun
+from slowness import scaled
 
 from distrun_runtime.contract import facts
 
@@ -44,7 +45,7 @@ def test_output_that_cannot_be_written_is_an_error_of_its_own(words: tuple[str, 
 def test_a_job_whose_output_cannot_be_printed_goes_on_and_its_end_says_so(distrun: Distrun) -> None:
     with FULL.open("wb") as full:
         child = distrun.begin("-n", "1", "-s", "0", "echo one; echo two; touch over", stdout=full)
-        code = child.wait(60)
+        code = child.wait(scaled(60))
     said = (distrun.home / "err").read_bytes()
     assert (code, (distrun.work / "over").exists()) == (facts.EXIT_OUTPUT, True), said
     assert said.count(b"stdout cannot be written: No space left on device") == 1, said
@@ -57,7 +58,7 @@ def test_a_job_whose_output_cannot_be_printed_goes_on_and_its_end_says_so(distru
 
 def test_the_code_of_a_job_that_failed_stands_though_nothing_could_be_printed(distrun: Distrun) -> None:
     with FULL.open("wb") as full:
-        assert distrun.begin("-n", "1", "-s", "0", "echo one; exit 3", stdout=full).wait(60) == 3
+        assert distrun.begin("-n", "1", "-s", "0", "echo one; exit 3", stdout=full).wait(scaled(60)) == 3
 
 
 def test_a_reader_that_has_gone_is_no_error(distrun: Distrun) -> None:
@@ -67,5 +68,5 @@ def test_a_reader_that_has_gone_is_no_error(distrun: Distrun) -> None:
         children = [
             distrun.start(*words, stdout=pipe) for words in (("status",), ("hosts", "--hosts", "a"), ("--help",))
         ]
-    assert [child.wait(60) for child in children] == [0, 0, 0]
+    assert [child.wait(scaled(60)) for child in children] == [0, 0, 0]
     assert (distrun.home / "err").read_bytes() == b""

@@ -42,7 +42,7 @@ def test_jobs_are_listed_and_stopped_by_label_and_name(jobs: Distrun) -> None:
     assert names(jobs, "-l", "all=1", "-l", "team=a") == ["x-1"]
     assert names(jobs, "-l", "team=c") == []
     found = json.loads(jobs.answer("status", "-o", "json", "-l", "team=b").stdout)
-    assert [job["name"] for job in found["jobs"]] == ["x-2"]
+    assert [(job["name"], job["labels"]) for job in found["jobs"]] == [("x-2", ["team=b", "all=1"])]
     assert b"job x-2-" in (latest := jobs.answer("wait", "--timeout", "0.01")).stderr
     assert latest.returncode == 124
     assert b"stdin is not a terminal" in jobs.answer("kill", "--name", "x-*").stderr
@@ -78,3 +78,11 @@ def test_without_a_name_the_latest_job_is_meant_and_said(distrun: Distrun) -> No
 )
 def test_a_choice_that_makes_no_sense_ends_with_2(words: tuple[str, ...], distrun: Distrun) -> None:
     assert distrun.answer(*words).returncode == 2
+
+
+def test_a_job_whose_record_is_damaged_has_no_labels(distrun: Distrun) -> None:
+    assert distrun.launch("-n", "1", "-s", "0", "--label", "team=a", "true").returncode == 0
+    path = distrun.job / "request.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "labels": [["team=a"]]}))
+    done = distrun.answer("status", "-o", "name", "-l", "team=a")
+    assert (done.returncode, done.stdout) == (0, b"")

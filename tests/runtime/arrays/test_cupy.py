@@ -10,6 +10,7 @@ from pathlib import Path
 import fakecupy
 import pytest
 from peers import python_of
+from slowness import scaled
 
 pytestmark = pytest.mark.peers
 
@@ -68,5 +69,5 @@ def test_cupy_has_the_functions_that_are_used_with_these_arguments() -> None:
     signatures = json.dumps({**fakecupy.SIGNATURES, **fakecupy.DRIVER_SIGNATURES})
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "runtime")}
     argv = [python_of("cupy"), "-c", SCRIPT, signatures]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert done.returncode == 0, done.stderr

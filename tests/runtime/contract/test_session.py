@@ -292,6 +292,32 @@ def test_frames_that_fit_no_session_are_refused(frame: dict[str, object], words:
         end.feed(session.encode(frame))
 
 
+def test_what_is_no_whole_frame_yet_waits_and_what_is_too_long_is_refused() -> None:
+    ping = session.encode({"type": "ping"})
+    assert session.first(ping[:-1]) == (None, ping[:-1])
+    assert session.first(ping + b"x")[1] == b"x"
+    with pytest.raises(WireError, match=r"a frame header of \d+ bytes is over the limit"):
+        session.encode({"type": "text", "text": "x" * session.HEADER_LIMIT})
+
+
+def test_a_frame_that_comes_twice_is_taken_once_and_acknowledged_again() -> None:
+    end = Session()
+    end.connect()
+    frame = session.encode({"type": "spawn", "seq": 1})
+    assert [len(end.feed(frame)) for _ in range(2)] == [1, 0]
+    assert session.first(end.next())[0] == session.Frame({"type": "received", "seq": 1})
+
+
+def test_of_pings_that_cannot_leave_the_newest_are_kept_and_nothing_leaves_without_a_connection() -> None:
+    end = Session()
+    assert end.next() == b""
+    end.connect()
+    for number in range(session.WAITING + 5):
+        end.say({"type": "ping", "number": number})
+    (oldest,) = Session().feed(end.next())
+    assert oldest.header["number"] == 5
+
+
 def test_an_end_that_lost_its_memory_cannot_go_on() -> None:
     pair = Pair()
     pair.ends[AGENT].say({"type": "bye"})

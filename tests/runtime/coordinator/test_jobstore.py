@@ -470,7 +470,14 @@ def test_a_file_that_is_not_ours_is_an_error_that_names_it(folder: JobFolder, tm
     assert JobStore(tmp_path / "state").list() == [folder]  # one broken job hides no other
 
 
-REQUEST = {"name": "digits", "launcher": "slurm", "command": ["python", "train.py"], "cwd": "/srv", "workers": 2}
+REQUEST = {
+    "name": "digits",
+    "labels": ["team=a"],
+    "launcher": "slurm",
+    "command": ["python", "train.py"],
+    "cwd": "/srv",
+    "workers": 2,
+}
 
 
 def test_a_job_that_waits_for_its_allocation_is_listed_with_what_was_asked_for(tmp_path: Path) -> None:

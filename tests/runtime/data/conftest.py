@@ -9,6 +9,7 @@ from typing import Callable
 
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -20,7 +21,9 @@ def run_by_peer(tmp_path: Path) -> Callable[..., str]:
     def run(name: str, text: str, *words: str) -> str:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "runtime") if name == "torch" else ""}
         command = [python_of(name), "-c", text, *words]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(100), check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

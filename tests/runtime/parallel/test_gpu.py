@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """\
@@ -51,7 +52,7 @@ def test_two_streams_of_a_gpu_train_as_the_cpu(options: str) -> None:
     path = os.pathsep.join([str(ROOT / "runtime"), str(ROOT / "tests" / "support")])
     command = [python_of("torch"), "-c", PROGRAM, options]
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     if "torch finds no GPU" in done.stderr:
         pytest.skip("torch finds no GPU")
     assert done.returncode == 0, done.stderr

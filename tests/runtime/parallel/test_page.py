@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from peers import python_of
 from scriptjobs import run_script
+from slowness import scaled
 
 from distrun_runtime import parallel
 
@@ -24,7 +25,7 @@ def test_python_of_the_page_is_one_program_that_prints_what_it_says() -> None:
     program = "\n".join(block for block in BLOCKS if OF_A_JOB not in block)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime")}
     command = [python_of("torch"), "-c", program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == re.findall(r"# prints (.*)$", program, re.MULTILINE)
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import cluster
 import pytest
 from gated_rules import Gate
-from history_server import History, said, values
+from history_server import SCHEDULER, History, said, values
 
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.server import Server
 
 Serving = Callable[..., History]
@@ -128,3 +129,15 @@ def test_an_init_is_done_before_anything_else_is_taken_in(serving: Serving, monk
     told = server.hear_all([("w%d" % (at % 2), server.initial({name: [1, 1]})) for at, name in enumerate("fgh")])
     assert said(told) == ["w0 INIT", "w1 INIT", "w0 INIT"]
     assert happened == ["INIT", "TryFill", "Fill"] * 3, "values that wait are in nobody's memory twice"
+
+
+def test_a_server_whose_device_failed_ends_if_the_scheduler_is_gone_or_does_not_know_it(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered, unknown = serving(), serving(is_registered=False)
+    monkeypatch.setattr(WorkEngine, "failed", "cuda:0 is lost")
+    assert "scheduler ABORT" in said(registered.step())
+    assert registered.push(0, 1, {"a": [1, 1]}) == []
+    registered.cut(SCHEDULER)
+    unknown.step()
+    assert registered.end == unknown.end == (1, "cuda:0 is lost")

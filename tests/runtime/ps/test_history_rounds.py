@@ -743,3 +743,9 @@ def test_keys_of_another_type_that_come_late_have_room_beside_what_is_still_read
     assert values(first) == {"a": [1, 1]}
     assert values(second) == {"c": [3, 3]}
     assert values(server.pull(0, 2, "c")) == {"c": [4, 4]}
+
+
+def test_a_push_that_asks_for_its_result_is_refused_where_there_are_no_rounds(serving: Serving) -> None:
+    piece = Piece(0, round=1, payload=raw(np.ones(2, np.float32)))
+    sent = serving("dist_async").hear("w0", data(Kind.PUSHPULL, [piece]))
+    assert reason(sent) == "PUSHPULL is for synchronous stores"

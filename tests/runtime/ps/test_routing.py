@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from itertools import chain, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -385,6 +386,16 @@ def test_of_values_in_shared_memory_those_that_stay_are_not_copied() -> None:
     [only] = Route.of(shards_of(shapes[1:2], [np.dtype(np.float32)], 1), shapes[1:2]).portions
     assert [bytes(frame) for frame in only.gather(values[1:2], True, staging, {0})] == [values[1].tobytes()]
     assert staging.taken == [(20_003,)]
+
+
+@pytest.mark.parametrize("in_place", [set(), {1}])
+def test_values_for_which_there_is_no_shared_memory_left_travel_as_bytes(in_place: set[int]) -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (SHARD_BYTES // 2,), (5,)]
+    values = random_values(1, shapes, [np.dtype(np.float32)] * 3)
+    [portion] = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 3, 1), shapes).portions
+    staging = SimpleNamespace(empty=lambda shape, dtype: None)
+    frames = portion.gather(values, lent=True, staging=staging, in_place=in_place)  # type: ignore[arg-type]
+    assert b"".join(frames) == b"".join(value.tobytes() for value in values)
 
 
 def test_messages_are_filled_to_the_last_byte() -> None:

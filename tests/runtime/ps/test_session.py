@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, config, open_store
+from cluster import DEADLINE_S, Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays.shared_memory import BLOCKS
-from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
-from distrun_runtime.protocol.message import Membership
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut, because_of
+from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.transport.inproc import InprocNetwork
 
@@ -103,6 +104,40 @@ def test_lost_nodes_are_counted_by_role_and_workers_by_membership_without_asking
     roles = (["worker"], ["server"], ["scheduler"], ["server", "worker"])
     assert [session.num_dead(each, Membership(range(2))) for each in roles] == [1, 2, 0, 3]
     assert [session.num_dead(each, Membership((0,))) for each in roles] == [0, 2, 0, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_to_a_node_whose_thread_has_failed_ends_with_what_failed_there() -> None:
+    with Cluster(1, 1, over="inproc") as cluster:
+        session = cluster.session(0)
+        session.open()
+
+        def fail(timeout_s: float) -> list[Any]:
+            raise ZeroDivisionError("in the node's thread")
+
+        session._transport.poll = fail  # type: ignore[method-assign]
+        session._thread.join(DEADLINE_S)
+        request = session.ask("statistics", [("server-0", Message(Kind.STATS, store=1))])
+        with pytest.raises(StoreClosed, match="the node's thread has ended: ZeroDivisionError"):
+            request.wait(0)
+        session.end()
+
+
+def test_a_call_that_is_interrupted_as_it_begins_is_made_all_the_same() -> None:
+    with Cluster(1, 1, over="inproc") as cluster:
+        session, told = cluster.session(0), list[NodeRequest]()
+        session.open()
+
+        def begun(request: NodeRequest) -> None:
+            told.append(request)
+            if len(told) == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            session.ask("statistics", [("server-0", Message(Kind.STATS, store=1))], begun=begun)
+        assert told[0] is told[1]
+        told[0].wait(DEADLINE_S)
+        session.end()
 
 
 @pytest.mark.parametrize(("group", "last"), [("", 32767), ("g", 65535)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.counters import ADD, ASKED, RULE, STAGES, Stages, Worked
@@ -84,7 +85,7 @@ def test_every_worker_of_a_job_says_where_the_time_went(tmp_path: Path, paths: s
     command = [sys.executable, "-m", "distrun", "launch", "--launcher", "local", "-n", "2", "-s", "1", "--no-prefix"]
     command += ["--env", "DISTRUN_STAGES=1", "--env", "DISTRUN_DATA_PATHS=%s" % paths, sys.executable, str(script)]
     env: dict[str, Any] = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "pulls answered" in line]
     found = {re.search(r"worker-\d", line)[0]: numbers(line) for line in lines}  # type: ignore[index]

@@ -19,6 +19,7 @@ from fakearrays import put
 from gpukit import Machine, gpus_of_process, values
 from gputensors import GpuTensor, Torch
 from peers import python_of
+from slowness import scaled
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes, plans
@@ -688,5 +689,7 @@ for other in (torch.zeros(1).to_sparse(), 3):
 
 @pytest.mark.peers
 def test_torch_has_what_a_plan_reads_and_negates_lazily_only_what_is_not_contiguous() -> None:
-    done = subprocess.run([python_of("torch"), "-c", READS], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [python_of("torch"), "-c", READS], capture_output=True, text=True, timeout=scaled(100), check=False
+    )
     assert done.returncode == 0, done.stderr

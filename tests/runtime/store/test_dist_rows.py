@@ -219,3 +219,12 @@ def test_a_pushpull_into_rows_gives_those_that_any_worker_pushed(rows: int) -> N
     assert run_job(script, 2, 2) == [expected] * 2
     with create("local") as kv:
         assert script(kv) == [([step, rows - 1], [1, 1]) for step in range(3)]
+
+
+def test_a_store_without_rounds_has_no_rows_of_one() -> None:
+    def script(kv: KVStore) -> None:
+        kv.init("t", RowSparse.empty((7, 2)))
+        with pytest.raises(KVError, match="a 'dist_async' store has no rounds of which rows come"):
+            kv.pushpull("t", RowSparse.empty((7, 2)), RowSparse.empty((7, 2)))
+
+    run_job(script, 1, 1, type_name="dist_async")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import python_of
+from slowness import scaled
 
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, parse
 from distrun_runtime.errors import KVError
@@ -115,7 +116,7 @@ def test_sparse_torch_tensors_become_rows() -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         check=False,
     )
     assert result.stdout == "alike\n", result.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -113,7 +114,7 @@ print("fits")
 @pytest.mark.peers
 def test_tensors_are_values_and_outputs() -> None:
     command = [python_of("torch"), "-c", "import sys; sys.path.insert(0, %r)\n%s" % (str(ROOT / "runtime"), SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(110), check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "fits\n"
 
@@ -168,5 +169,5 @@ run_job(script, 2, 1)
 @pytest.mark.peers
 def test_tensors_go_through_collective_calls_as_arrays_do() -> None:
     words = [python_of("torch"), "-c", COLLECTIVES, str(ROOT / "tests" / "support"), str(ROOT / "runtime")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert done.returncode == 0, done.stderr

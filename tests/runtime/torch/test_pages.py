@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from peers import python_of
 from scriptjobs import run_script
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "torch.md").read_text("utf-8")
@@ -33,7 +34,9 @@ def alone(folder: Path, text: str, *words: str, path: Path = ROOT / "runtime") -
     (folder / "alone.py").write_text(text, "utf-8")
     env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [python_of("torch"), "alone.py", *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=scaled(110), check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

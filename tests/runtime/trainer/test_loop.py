@@ -11,6 +11,7 @@ import pytest
 from cluster import Cluster
 from linear import RATE, Linear, examples, trained
 from peers import python_of
+from slowness import scaled
 
 from distrun_runtime import kvstore
 from distrun_runtime.data import epoch_size
@@ -317,7 +318,12 @@ def test_module_and_feedforward_programs_train_as_in_mxnet_when_the_names_are_gi
     given = {"x": x, "y": y, **first}
     text = json.dumps({"rule": rule, **{name: value.tolist() for name, value in given.items()}})
     done = subprocess.run(
-        [python_of("mxnet"), "-c", MODULES], input=text, capture_output=True, text=True, timeout=100, check=False
+        [python_of("mxnet"), "-c", MODULES],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=scaled(100),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout[done.stdout.index("{") :])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from peers import python_of
 from scriptjobs import run_script
+from slowness import scaled
 
 from distrun_runtime.trainer import Parameter, Trainer, fit
 
@@ -22,7 +23,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 def run(python: str, program: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime")} if python != sys.executable else None
-    done = subprocess.run([python, "-c", program], env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [python, "-c", program], env=env, capture_output=True, text=True, timeout=scaled(100), check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
