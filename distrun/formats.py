@@ -228,6 +228,9 @@ SHELL_CHARACTERS = frozenset(" \t\n\r|&;<>()$`\\\"'*?[]{}~!#")
 BUILTINS = frozenset(("alias", "cd", "eval", "exit", "export", "set", "shopt", "source", "ulimit", "umask", "unset"))
 """Commands that only a shell has."""
 
+PYTHON = r"(?:.*/)?(?:python|pypy)[\d.]*\Z"
+"""Names of interpreters of Python."""
+
 _QUIET = {
     "bash": "put this first into ~/.bashrc there: case $- in *i*) ;; *) return ;; esac",
     "zsh": "put this first into ~/.zshenv there: [[ -o interactive ]] || return",
@@ -251,6 +254,19 @@ def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
     if shell:
         return ("bash", "-c", " ".join(words))
     return tuple(words)
+
+
+def python_words(words: Sequence[str], shell: bool | None = None) -> Sequence[str]:
+    """Return the words of a command as they are executed; of shell text only if it is a Python and plain words.
+
+    Of other shell text it is not known what is executed: then there are none. No side effects.
+    """
+    argv = to_argv(words, shell)
+    if argv[:2] != ("bash", "-c") or argv == tuple(words):
+        return argv
+    found = argv[2].split()
+    is_plain = not (SHELL_CHARACTERS - {" ", "\t"}) & set(argv[2].strip())
+    return found if is_plain and found and re.match(PYTHON, found[0]) else ()
 
 
 def quiet(shell: str) -> str:

@@ -422,6 +422,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         text("--fetch-to", "Where to. [default: a folder here, called as the job]", "DIR", member="", is_path=True),
     ),
     "Command": (
+        flag("--check-imports", "Look first whether the job's Python has the modules that the script imports."),
         switch("--shell/--no-shell", "Always or never run the command with bash -c.", key="shell"),
         text(
             "--ps",

@@ -77,8 +77,6 @@ PS_PORT = "ps"
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
 
-_PYTHON = r"(.*/)?(python|pypy)[\d.]*\Z"
-
 
 class PlannedJob(NamedTuple):
     """A job that is ready to be launched. Nothing of it has happened."""
@@ -174,6 +172,8 @@ class Setup:
     """The environment of this process, where tasks inherit it."""
     token: str = ""
     nonce: str = ""
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """Modules that the user's script imports, and where (`Plan.imports`)."""
 
 
 def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
@@ -199,6 +199,11 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     tree = sync = None
     if request.sync_rules is not None and request.sync_dst_dir:
         tree, sync = _copied(request, request.sync_rules, backend, hosts)
+    imports: Mapping[str, str] = {}
+    if request.check_imports:
+        from distrun import scriptcheck
+
+        imports = scriptcheck.imports(request)
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
@@ -208,6 +213,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
         sync=sync,
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
+        imports=imports,
     )
     if allocation is None:
         return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
@@ -360,6 +366,8 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         places=allocation.places,
         gpus_per_worker=request.gpus_per_worker,
         forward_signals=request.forward_signals,
+        program=next(iter(formats.python_words(request.command, request.shell)), ""),
+        imports=setup.imports,
     )
     return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))
 
@@ -453,7 +461,7 @@ def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[
     if not (chosen := request.python or spec.python or python):
         # The Python that the user's command names, which is looked for in the same PATH as the command.
         first = (request.command[0].split() or [""])[0]
-        chosen = first if re.match(_PYTHON, first) else "python3"
+        chosen = first if re.match(formats.PYTHON, first) else "python3"
     return (chosen, "-m", "distrun_runtime", role)
 
 

@@ -122,6 +122,8 @@ class JobRequest:
     ps: str = BUNDLED
     shell: bool | None = None
     """--shell, --no-shell, or None: decided by the command."""
+    check_imports: bool = False
+    """Agents look for the modules that the script imports."""
     name: str = ""
     labels: tuple[str, ...] = ()
     """`K=V` each."""

@@ -1,6 +1,7 @@
 """Looks at the Python script of a launch before anything is submitted, copied or started: is it there, can it be read?
 
-Only what is certain is an error. What hosts may have otherwise, or another Python may take, is a warning.
+Only what is certain is an error. What hosts may have otherwise, or another Python may take, is a warning. What the
+script imports is found here, too (`--check-imports`), and agents look whether hosts have it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 
 from distrun.errors import PlacedError, UsageError
+from distrun.formats import PYTHON, python_words
 from distrun.hosts.grammar import Finding
 from distrun.request import JobRequest, given
 from distrun_runtime.contract.plan import WORKER
 
 LIMIT_S = 20.0
 """How long the job's Python may take to read the script."""
-_PYTHON = r"(?:.*/)?python[\d.]*\Z"
 _COMPILE = "import sys; compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec')"
 
 
@@ -36,15 +37,16 @@ def check(request: JobRequest) -> str:
     Raises:
         UsageError: it is certain that the workers could not run it.
     """
-    script = _script(request.command) if request.shell is not True else ""
+    script = _script(request)
     is_here = request.launcher == "local"
     is_inside = not os.path.isabs(script) and not os.path.normpath(script).startswith("..")
     is_copied = bool(request.sync_rules and request.sync_dst_dir) and is_inside
     specs = request.hosts.specs if request.hosts else ()
     moves = request.activated is None or any(spec.workdir for spec in specs)
-    if not script or moves or not (is_here or is_copied) or (request.sync_rules and request.sync_rules.extra):
-        return ""
     path = os.path.join(request.cwd, script)
+    if not script or moves or not (is_here or is_copied) or (request.sync_rules and request.sync_rules.extra):
+        is_unread = request.check_imports and not (script and os.path.isfile(path))
+        return "--check-imports: nothing is checked: the command is no `python SCRIPT` with a script here" * is_unread
     wrong: UsageError | None = None
     if not os.path.exists(path):
         wrong = UsageError(f"there is no {script} in {request.cwd}, where the job starts", _near(path))
@@ -62,11 +64,11 @@ def check(request: JobRequest) -> str:
     raise wrong
 
 
-def _script(command: Sequence[str]) -> str:
+def _script(request: JobRequest) -> str:
     """Return the script of `python [options] SCRIPT ...`; empty if the command is something else. No side effects."""
-    if not re.match(_PYTHON, command[0]):
+    words = iter(python_words(request.command, request.shell))
+    if not re.match(PYTHON, next(words, "")):
         return ""
-    words = iter(command[1:])
     for word in words:
         if not word.startswith("-"):
             return word
@@ -103,7 +105,7 @@ def _syntax(path: str, shown: str) -> Finding | None:
 def _fails(request: JobRequest, path: str) -> bool:
     """Return whether the job's Python, on this machine, cannot read the script either."""
     env = {**request.outer, **{name: each.value for name, each in given(request.settings, WORKER).items()}}
-    words = [request.command[0], "-c", _COMPILE, path]
+    words = [python_words(request.command, request.shell)[0], "-c", _COMPILE, path]
     try:
         done = subprocess.run(
             words, env=env, cwd=request.cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False
@@ -111,3 +113,48 @@ def _fails(request: JobRequest, path: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return b"Error" in done.stderr and done.returncode == 1
+
+
+def imports(request: JobRequest) -> Mapping[str, str]:
+    """Return the modules that the script imports in any case, and where: `{"torch": "train.py:3"}`.
+
+    Left out is what may come from elsewhere than the job's Python: modules of the script's folder and of what is
+    copied, and imports after a change of `sys.path`. Empty if the script cannot be read. Runs nothing.
+    """
+    import ast  # only when it is asked for
+
+    script = _script(request)
+    path = os.path.join(request.cwd, script)
+    try:
+        with open(path, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            body = ast.parse(file.read()).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    found: dict[str, str] = {}
+    for statement in body:
+        if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PATHS for node in ast.walk(statement)):
+            break
+        names = []
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level:
+            names = [statement.module or ""]
+        for name in names:
+            found.setdefault(name.partition(".")[0], f"{script}:{statement.lineno}")
+    copied = request.sync_rules
+    for name in (*os.listdir(os.path.dirname(path)), *([each.name for each in copied.extra] if copied else ())):
+        found.pop(name.partition(".")[0], "")
+    for name in _below(request.cwd) if copied and found else ():
+        found.pop(name.partition(".")[0], "")
+    return found
+
+
+_PATHS = ("sys.path", "sys.meta_path", "sys.path_hooks", "site.addsitedir")
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the names of files and folders below a folder, without those of virtual environments and hidden ones."""
+    for _, folders, names in os.walk(folder):
+        folders[:] = [] if "pyvenv.cfg" in names else [name for name in folders if not name.startswith(".")]
+        yield from (*folders, *names)

@@ -79,6 +79,7 @@ def test_wheel_has_both_packages_and_the_templates_and_nothing_else(built: Path)
     assert modules | kernels | {
         TEMPLATES,
         "distrun/cli/topics/hosts.txt",
+        "distrun/start/train.py",
         "distrun/py.typed",
         "distrun_runtime/py.typed",
     } <= set(names)
@@ -93,12 +94,16 @@ def test_sdist_has_what_the_tests_and_scripts_need(built: Path) -> None:
     assert not [name for name in names if name.startswith((".venv", ".ci"))]
 
 
-def test_wheel_installs_and_runs(built: Path, venv: Path, tmp_path: Path) -> None:
+def test_wheel_installs_and_runs(built: Path, venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     install(venv, "--force-reinstall", *built.glob("*.whl"))
     where = check(venv, tmp_path)
     assert where.startswith(str(venv))
     assert (Path(where).parent / TEMPLATES).is_file()
     assert (venv / "share" / "man" / "man1" / "distrun-launch.1").is_file()
+    assert "accuracy 0.9" in run(venv / "bin/distrun", "demo", cwd=tmp_path)
+    run(venv / "bin/distrun", "init", "first", cwd=tmp_path)
+    assert "accuracy 0.9" in run(venv / "bin/distrun", "launch", "-f", "job.toml", cwd=tmp_path / "first")
 
 
 def test_checkout_installs_editable_and_runs(venv: Path, tmp_path: Path) -> None:

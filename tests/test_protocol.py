@@ -85,6 +85,8 @@ PLAN = Plan(
     unset=("DMLC_ROLE", "SLURM_*"),
     runtime=Runtime(digest="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"),
     activate=". /srv/venv/bin/activate",
+    program="python",
+    imports={"torch": "train.py:3"},
     sync=Sync(
         "/srv/code",
         123456,

@@ -45,6 +45,8 @@ COMMANDS = {
         "Write files that make a cluster: containers, machines, clouds.",
     ),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
+    "demo": ("distrun.cli.start:demo", "Train a small network here, to see a job."),
+    "init": ("distrun.cli.start:init", "Write an example: a program, a job file and a hosts file."),
     "help": ("distrun.cli.help:explain", "Explain exit codes, hosts files, placement and other topics."),
     "completion": ("distrun.cli.completion:completion", "Print the script by which a shell completes distrun."),
 }

@@ -180,6 +180,8 @@ def misplaced(command: Sequence[str], ctx: click.Context) -> str:
 
 def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ctx: click.Context) -> str:
     """Return a hint for a command that failed, from how it failed and its last lines; empty if nothing is known."""
+    if outcome.problems and all(each.kind == facts.PROGRAM for each in outcome.problems):
+        return _not_found(command, ctx)
     culprit = outcome.culprit
     given = ROLES if ctx.params["ps"] == COMMAND else (WORKER,)  # the roles that run the command
     if culprit is None or not culprit.task.startswith(given):

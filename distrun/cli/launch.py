@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import placement, requesting
+from distrun import formats, placement, requesting
 from distrun.cli import common
 from distrun.cli.common import GIVEN, JobCommand, placed, report, takes
 from distrun.cli.console import ERRORS, Console
@@ -101,7 +102,8 @@ def _launch(
 
         console.write_out(jobfile.write({key: Sourced(value, "") for key, value in given.items()}))
         return 0
-    if len(command) > 1:
+    program = next(iter(formats.python_words(command, request.shell)), "")
+    if request.check_imports or re.match(formats.PYTHON, program):
         from distrun import scriptcheck
 
         warning = scriptcheck.check(request)

@@ -1,11 +1,17 @@
-"""A script that is not there, or has a syntax error, is told before anything is started, copied or submitted."""
+"""A script or program that is not there, a syntax error and a missing module are told before anything is started."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun
+from lab import Site
+
+from distrun import scriptcheck
+from distrun.request import JobRequest
+from distrun.sync.rules import CopyRules, Extra
 
 LOCAL = ("launch", "-n", "1", "-s", "0", "--launcher", "local")
 COPIED = ("launch", "-n", "1", "-s", "0", "--hosts", "d1", "--sync-dst-dir", "/x")
@@ -65,3 +71,74 @@ def test_other_commands_are_not_looked_at(command: tuple[str, ...], folder: Dist
 def test_a_script_that_setup_brings_is_not_missed(folder: Distrun) -> None:
     done = folder.run(*LOCAL, "--no-prefix", "--setup", "cp train.py new.py", sys.executable, "new.py")
     assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
+
+
+def test_a_program_that_is_not_there_is_told_with_one_of_a_near_name(folder: Distrun) -> None:
+    (folder.work / "train.sh").write_text("true\n")
+    for words, near in (("/bin/shh", "/bin/sh"), ("./trian.sh", "./train.sh"), ("mkdirr -p x", "mkdir")):
+        done = folder.run(*LOCAL, *words.split())
+        assert done.returncode == 127
+        assert f"there is no program {words.split()[0]} on " in done.stderr.decode()
+        assert f"-> did you mean {near}?" in done.stderr.decode()
+
+
+def test_a_program_that_activation_puts_on_the_path_is_not_missed(folder: Distrun) -> None:
+    (folder.work / "bin").mkdir()
+    (folder.work / "bin" / "own").symlink_to("/bin/true")
+    assert folder.run(*LOCAL, "own").returncode == 127
+    assert folder.run(*LOCAL, "--activate", "PATH=$PWD/bin:$PATH", "own").returncode == 0
+
+
+def imported(folder: Path, text: str, *extra: Extra) -> dict[str, str]:
+    (folder / "sub").mkdir(exist_ok=True)
+    (folder / "sub" / "train.py").write_text(text)
+    rules = CopyRules(extra=extra) if extra else None
+    asked = JobRequest((f"{sys.executable} -u sub/train.py --lr 1\n",), 1, 0, str(folder), sync_rules=rules)
+    return dict(scriptcheck.imports(asked))
+
+
+def test_what_a_script_imports_in_any_case_is_found(tmp_path: Path) -> None:
+    text = "import os, torch.nn\nfrom yaml import x\ntry:\n import a\nexcept ImportError:\n pass\nif x:\n import b\n"
+    places = {"os": "sub/train.py:1", "torch": "sub/train.py:1", "yaml": "sub/train.py:2"}
+    assert imported(tmp_path, text) == places
+    (tmp_path / "sub" / "yaml.py").touch()
+    assert "yaml" not in imported(tmp_path, text)
+    (tmp_path / "lib" / "torch").mkdir(parents=True)
+    assert "torch" in imported(tmp_path, text)
+    assert imported(tmp_path, text, Extra("/x", "other")) == {"os": "sub/train.py:1"}
+    assert imported(tmp_path, "import os\nimport sys\nsys.path.insert(0, 'x')\nimport own\n").keys() == {"os", "sys"}
+    assert imported(tmp_path, "if x = 1:\n") == {}
+
+
+def test_a_module_that_is_missing_is_told_before_the_script_runs(folder: Distrun) -> None:
+    (folder.work / "train.py").write_text("import zipfile\nimport no_such_module\nprint('trained')\n")
+    words = (*LOCAL, "--check-imports", "--no-prefix", sys.executable, "train.py")
+    done = folder.run(*words)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"has no module no_such_module (train.py:2)" in done.stderr
+    assert b" -m pip install no_such_module" in done.stderr
+    brings = "mkdir -p lib && touch lib/no_such_module.py && export PYTHONPATH=$PWD/lib"
+    done = folder.run(*words[:-2], "--setup", brings, *words[-2:])
+    assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
+
+
+def test_a_command_whose_imports_cannot_be_checked_is_told(folder: Distrun) -> None:
+    done = folder.answer(*LOCAL, "--check-imports", "--dry-run", "python3 train.py | cat")
+    assert b"warning: --check-imports: nothing is checked" in done.stderr
+
+
+def test_what_hosts_lack_is_told_before_files_are_copied(lab: Site) -> None:
+    (lab.work / "train.py").write_text("import json\nimport no_such_module\n")
+    (lab.work / "own").write_text("#!/bin/sh\necho runs\n")
+    (lab.work / "own").chmod(0o755)
+    words = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/copied", "--no-prefix")
+    done = lab.distrun(*words, "pyhton3", "train.py")
+    assert done.code == 127
+    assert "h1, h2  program  there is no program pyhton3 on HOST (in no folder of the tasks' PATH)" in done.err
+    done = lab.distrun(*words, "--check-imports", "python3", "train.py")
+    assert done.code == 2
+    assert "has no module no_such_module (train.py:2)" in done.err
+    assert "-m venv ~/venv && ~/venv/bin/pip install no_such_module" in done.err
+    assert lab.run("ssh", "h1", "ls", "-A", "/tmp/copied").out.split() == [".distrun-sync"]
+    done = lab.distrun(*words, "./own")  # it comes with the files
+    assert (done.code, done.out) == (0, "runs\nruns\n"), done.err

@@ -334,7 +334,7 @@ def test_a_detached_job_that_ends_before_all_run_gives_its_code_and_report(distr
     done = distrun.launch("--detach", "-n", "2", "-s", "0", "no-such-command")
     assert done.returncode == 127
     assert done.stdout == b""
-    assert b"command not found: no-such-command" in done.stderr
+    assert b"there is no program no-such-command on " in done.stderr
 
 
 def test_the_coordinator_of_a_detached_job_is_a_daemon(distrun: Distrun) -> None:

@@ -1,8 +1,9 @@
 """Preflight: what an agent prepares and checks between `begin` and `ready`, and again for `settle`.
 
 In this order: the folders of tasks, the runtime, the GPUs, the environment that `--activate` makes, the interpreters of
-tasks that need modules. Activation and interpreters may come with the files that are copied to the host. Then they are
-checked after the copy: that is `settle`. Otherwise they are checked before it, so that nothing is copied in vain.
+tasks that need modules, the program of the user's command and what its script imports. What comes after the GPUs may
+come with the files that are copied to the host. Then it is checked after the copy: that is `settle`. Otherwise it is
+checked before, so that nothing is copied in vain.
 
 `steps` and `settle` are generators: each yields what it wants (a `Command` to be run, or a runtime to be sent) and is
 sent the result. `Preflight` does these things for the agent's loop. Nothing here waits.
@@ -10,6 +11,7 @@ sent the result. `Preflight` does these things for the agent's loop. Nothing her
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -35,8 +37,8 @@ from typing import (
 )
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
-from distrun_runtime.agent.share import Share, exact, words
-from distrun_runtime.contract import environ, private
+from distrun_runtime.agent.share import Share, exact, programs, words
+from distrun_runtime.contract import environ, facts, private
 from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan, Sync, Task
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -98,7 +100,7 @@ def steps(share: Share) -> Steps:
         from distrun_runtime.agent import helper  # most jobs give their tasks none
 
         share = yield from helper.looked(share)
-    return share if _may_be_copied(share) else (yield from _environment(share))
+    return share if _may_be_copied(share) else (yield from _environment(share, may_come=plan.sync is not None))
 
 
 def _shared(share: Share) -> Steps:
@@ -128,7 +130,7 @@ def settle(share: Share) -> Steps:
 def _may_be_copied(share: Share) -> bool:
     """Return whether the environment of tasks, or an interpreter with its modules, may come with the files."""
     plan = share.plan
-    if plan.sync is None or not (plan.activate or any(task.needs for task in plan.tasks)):
+    if plan.sync is None or not (plan.activate or plan.imports or any(task.needs for task in plan.tasks)):
         return False
     if plan.sync.brings:
         return True
@@ -140,10 +142,14 @@ def _may_be_copied(share: Share) -> bool:
             named = [os.fsdecode(path) for paths in lists for path in paths if path]
             named += [task.argv[0]] if "/" in task.argv[0] else []
             found += [path for path in named if is_copied(path, plan)]
+        elif plan.imports:
+            name, env = exact(plan.program), share.environment(task, task.env)
+            found += [path for path in map(os.fsdecode, programs(name, task.cwd, env)) if is_copied(path, plan)]
     return bool(found)
 
 
-def _environment(share: Share) -> Steps:
+def _environment(share: Share, may_come: bool = False) -> Steps:
+    """Activate and check interpreters and programs. `may_come`: files are copied afterwards."""
     plan = share.plan
     if plan.activate:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
@@ -154,6 +160,8 @@ def _environment(share: Share) -> Steps:
             share = helper.chosen(share)  # the activation may have set which are visible
     if any(task.needs for task in plan.tasks):
         share = yield from chosen(share)
+    if plan.program:
+        yield from _look_for_program(share, may_come)
     return share._replace(has_environment=True)
 
 
@@ -385,29 +393,44 @@ def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, byt
 
 OLDEST = (3, 10)
 LIMIT_S = 60.0
-PACKAGES = {"zmq": "pyzmq"}
+PACKAGES = {"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn", "yaml": "pyyaml", "zmq": "pyzmq"}
 """What pip calls a module, where that differs."""
 WITHOUT = "add -s 0 if the command does not use the store"
 OTHER = "name another interpreter with --python, python= in the hosts file, or --activate"
 
 # Read by whatever Python is there: nothing in it is newer than 2.7.
-_LOOK = """\
+_ABOUT = """\
 import gc, json, os, sys
 gc.disable()  # it ends soon
 fd, names = int(sys.argv[1]), sys.argv[2:]
 found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
-if sys.version_info >= (3, 10):
+if sys.version_info >= (3, 4):
     from importlib.util import find_spec
     found["is_own"] = sys.prefix != sys.base_prefix or os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
     found["lacks"] = [name for name in ("pip", "venv", "ensurepip") if find_spec(name) is None]
+"""
+_TELL = """\
+os.write(fd, json.dumps(found).encode("ascii"))
+os._exit(0)  # to take down an interpreter that has imported numpy takes a tenth of what it did
+"""
+_LOOK = f"""\
+{_ABOUT}
+if sys.version_info >= (3, 10):
     for name in names:
         try:
             found[name] = str(getattr(__import__(name), "__version__", "?"))
         except BaseException as err:
             found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
-os.write(fd, json.dumps(found).encode("ascii"))
-os._exit(0)  # to take down an interpreter that has imported numpy takes a tenth of what it did
-"""
+{_TELL}"""
+_FIND = f"""\
+{_ABOUT}
+    def is_missing(name):
+        try:
+            return find_spec(name) is None
+        except Exception:
+            return False  # as of a module that took its own place
+    found["missing"] = [name for name in names if is_missing(name)]
+{_TELL}"""
 
 
 def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
@@ -439,11 +462,17 @@ def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
 
 
 def command(
-    name: bytes, needs: Sequence[str], env: Mapping[bytes, bytes], cwd: bytes, limit_s: float = LIMIT_S
+    name: bytes,
+    needs: Sequence[str],
+    env: Mapping[bytes, bytes],
+    cwd: bytes,
+    limit_s: float = LIMIT_S,
+    *,
+    look: str = _LOOK,
 ) -> Command:
     """Return the command that looks at an interpreter; `told` reads its result."""
     modules = [exact(module) for module in needs]
-    return Command((name, b"-c", _LOOK.encode("ascii"), FD, *modules), env, cwd, limit_s)
+    return Command((name, b"-c", look.encode("ascii"), FD, *modules), env, cwd, limit_s)
 
 
 def told(asked: Command, done: CommandResult, name: str, host: str) -> Dict[str, Any]:
@@ -559,7 +588,6 @@ def _checks(share: Share) -> Iterator[Tuple[Command, List[Task]]]:
 def _failure(share: Share, task: Task, look: Mapping[str, Any]) -> PreflightFailure:
     """Return why a task cannot use an interpreter that works, with everything that the user can do."""
     plan, path, version = share.plan, look["path"] or task.argv[0], look["version"]
-    host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
     needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
     fixes = [] if needs_store else [WITHOUT]
     if not is_new(look):
@@ -570,10 +598,16 @@ def _failure(share: Share, task: Task, look: Mapping[str, Any]) -> PreflightFail
     text = f"{path} on {share.host} (Python {version}) cannot import {', '.join(modules)}"
     lines = [f"{module}: {look[module + '_error']}" for module in modules]
     fixes += [f"for servers: {plan.doctor} --fix"] if plan.doctor else []
-    script = how_to_install(look, modules)
-    then = ", then --activate venv:~/venv" if "~/venv" in script else ""
-    fixes += [f"for servers and workers: {host.typed(script)}{then}"] if script else []
+    script = _typed(share, look, modules)
+    fixes += [f"for servers and workers: {script}"] if script else []
     return PreflightFailure("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
+
+
+def _typed(share: Share, look: Mapping[str, Any], modules: Sequence[str]) -> str:
+    """Return what the user types to install modules on this host; empty where venv lacks what it needs."""
+    host = next((each for each in share.plan.hosts if each.name == share.host), Host(share.host))
+    script = how_to_install(look, modules)
+    return host.typed(script) + (", then --activate venv:~/venv" if "~/venv" in script else "") if script else ""
 
 
 def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
@@ -582,6 +616,59 @@ def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
         return value if value["version"] and "path" in value else None
     except (ValueError, LookupError, TypeError):
         return None
+
+
+# Looks for the program of the user's command, and asks it, a Python, for the modules that its script imports. Only what
+# is certain is a failure.
+
+
+def _look_for_program(share: Share, may_come: bool) -> Generator[Command, CommandResult, None]:
+    """Check the program that tasks of the user's run. Yields commands, and is sent how each ended.
+
+    Raises:
+        PreflightFailure: it is not there, or lacks modules (kinds `facts.PROGRAM` and `facts.IMPORT`).
+    """
+    plan, seen = share.plan, set()
+    for task in plan.tasks:
+        if task.needs:
+            continue
+        name, env = os.path.expanduser(exact(plan.program)), share.environment(task, task.env)
+        paths = tuple(programs(name, task.cwd, env))
+        if paths in seen:
+            continue
+        seen.add(paths)
+        if any(map(os.path.exists, paths)):
+            if plan.imports:
+                asked = command(name, tuple(plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
+                _check_imports(share, _parsed((yield asked)) or {})
+        elif not (may_come and any(is_copied(os.fsdecode(path), plan) for path in paths)):
+            shown, equals, _ = plan.program.partition("=")  # of an assignment only the name: its value may be a secret
+            where = "" if b"/" in name else " (in no folder of the tasks' PATH)"
+            text = f"there is no program {shown}{'=...' if equals else ''} on {share.host}{where}"
+            raise PreflightFailure(facts.PROGRAM, text, "" if equals else _near(plan.program, paths))
+
+
+def _near(program: str, paths: Sequence[bytes]) -> str:
+    """Return what to type in place of a program that is not there: one of a near name, or what brings it."""
+    import difflib  # for a mistake only
+
+    names: List[str] = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            names += map(os.fsdecode, os.listdir(os.path.dirname(path) or b"."))
+    folder, slash, name = program.rpartition("/")
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {folder}{slash}{near[0]}?"
+    return "install it there, give its path, or put its folder on PATH by --activate"
+
+
+def _check_imports(share: Share, look: Mapping[str, Any]) -> None:
+    modules = look.get("missing") or []
+    if modules:
+        named = ", ".join(f"{module} ({share.plan.imports[module]})" for module in modules)
+        text = f"{look['path']} on {share.host} (Python {look['version']}) has no module {named}"
+        raise PreflightFailure(facts.IMPORT, text, _typed(share, look, modules) or "install it there")
 
 
 # The lock by which the places of one node take turns where they share something.

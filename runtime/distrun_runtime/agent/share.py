@@ -240,6 +240,12 @@ def words(task: Task) -> List[bytes]:
     return [os.path.expanduser(exact(word)) if not at else exact(word) for at, word in enumerate(task.argv)]
 
 
+def programs(name: bytes, cwd: str, env: Mapping[bytes, bytes]) -> List[bytes]:
+    """Return the paths at which a program may be, in the order in which they are tried. `cwd`: the task's folder."""
+    folders = [b""] if b"/" in name else env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
+    return [os.path.join(os.path.expanduser(exact(cwd)) or b".", folder, name) for folder in folders]
+
+
 # Held ports
 #
 # For programs that cannot tell which port they bound (torch, JAX, ps-lite). A held port is bound with SO_REUSEADDR and

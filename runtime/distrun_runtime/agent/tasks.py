@@ -35,7 +35,7 @@ from typing import (
 )
 
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.agent.share import exact, words
+from distrun_runtime.agent.share import exact, programs, words
 from distrun_runtime.contract import process
 from distrun_runtime.contract.agent_messages import Exited, Output, Published, Started, Warned
 from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
@@ -604,14 +604,9 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
     if cwd and not os.access(cwd, os.X_OK):
         raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
-    folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
-    places = [b""] if b"/" in argv[0] else folders
-    found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
-    found = [path for path in found if os.path.exists(path)]
+    found = [path for path in programs(argv[0], task.cwd, env) if os.path.exists(path)]
     if not found:
         where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
-        if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
-            where = " (in no folder of the task's PATH, but there is python3: type that)"
         word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
         raise CannotStart(EXIT_NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):

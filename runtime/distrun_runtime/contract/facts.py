@@ -103,6 +103,13 @@ REASONS = (
     INTERNAL,
 )
 
+# Kinds of what a host lacks for the command that was typed.
+
+PROGRAM = "program"
+"""There is no such program."""
+IMPORT = "import"
+"""Its Python has not all modules that its script imports."""
+
 # States of tasks and jobs.
 
 PENDING = "pending"

@@ -216,6 +216,10 @@ class Plan(NamedTuple):
     forward_signals: Tuple[str, ...] = ()
     """Signals that workers are given when they reach `launch`, the coordinator or their agent: of
     `process.TASKS_SIGNALS`."""
+    program: str = ""
+    """What the command runs first, as typed: looked for on each host before files are copied. Empty: not known."""
+    imports: Mapping[str, str] = _NONE
+    """Modules that its script imports, and where (`train.py:3`): `program`, a Python, is asked whether it has them."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -255,7 +259,7 @@ class Plan(NamedTuple):
         """
         if self.sync is None:
             return False
-        return bool(self.activate) or any(task.needs or task.cwd != self.cwd for task in self.tasks)
+        return bool(self.activate or self.imports) or any(task.needs or task.cwd != self.cwd for task in self.tasks)
 
 
 def shares(plan: Plan) -> Callable[[str], Plan]:

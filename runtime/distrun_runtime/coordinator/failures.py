@@ -59,7 +59,8 @@ class Problem:
     host: str
     kind: str
     """What is wrong with it before anything is started there: dns, refused, timeout, unreachable, busy,
-    hostkey, auth, password, python, folder, disk, clock, module, activation, interface, gpus, protocol, or other."""
+    hostkey, auth, password, python, folder, disk, clock, module, activation, interface, gpus, program, import,
+    protocol, or other."""
     text: str
     """What was found."""
     fix: str = ""
@@ -279,17 +280,23 @@ def bad_host(host: str, why: str, time: float) -> Cause:
     return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, "", f"{host} cannot be used", host=host, detail=why)
 
 
+_TYPED = {gpus.KIND: facts.EXIT_USAGE, facts.IMPORT: facts.EXIT_USAGE, facts.PROGRAM: facts.EXIT_NOT_FOUND}
+"""Kinds of problems that are mistakes in what was typed, as in the command or the hosts file, and their exit codes."""
+
+
 def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -> Cause:
     """Return the cause that all hosts are, of `hosts` in the job, which cannot be used. `first`: first in time."""
     detail = next(problem.text for problem in problems if problem.host == first)
+    kinds = {problem.kind for problem in problems}
+    what = "cannot run the command" if kinds <= {facts.PROGRAM, facts.IMPORT} else "cannot be used"
     if len(problems) == 1:
-        short = f"{first} cannot be used"
+        short = f"{first} {what}"
         text = f"{short}: {_one_line(detail)}"
     else:
-        short = f"{len(problems)} of {hosts} hosts cannot be used"
+        short = f"{len(problems)} of {hosts} hosts {what}"
         text = f"{short}: {listed([f'{problem.host} ({problem.kind})' for problem in problems])}"
-    # What is said of GPUs, in the hosts file or by --gpus-per-worker, is a mistake as others in what was typed.
-    code = facts.EXIT_USAGE if all(problem.kind == gpus.KIND for problem in problems) else facts.EXIT_PREFLIGHT
+    codes = {_TYPED.get(kind, facts.EXIT_PREFLIGHT) for kind in kinds}
+    code = codes.pop() if len(codes) == 1 else facts.EXIT_PREFLIGHT
     return Cause(facts.PREFLIGHT, code, time, text, short, host=first, detail=detail)
 
 

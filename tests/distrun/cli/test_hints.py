@@ -103,9 +103,9 @@ def test_python_is_missing_where_python3_is_there(distrun: Distrun, tmp_path: Pa
     env = {"PATH": str(tmp_path / "bin")}
     result = distrun.launch("-n", "1", "-s", "0", "python", "train.py", env=env)
     assert result.returncode == 127
-    text = "command not found: python (in no folder of the task's PATH, but there is python3: type that)"
-    assert text in result.stderr.decode()
-    result = distrun.launch("-n", "1", "-s", "0", "python train.py", env=env)
+    for text in ("there is no program python on ", "(in no folder of the tasks' PATH)", "-> did you mean python3?"):
+        assert text in result.stderr.decode()
+    result = distrun.launch("-n", "1", "-s", "0", "true; python train.py", env=env)
     assert result.returncode == 127
     assert hints(result) == ["many systems have no python, only python3: type that in the command"]
     (tmp_path / "bin" / "python3").unlink()
