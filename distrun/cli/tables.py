@@ -112,7 +112,7 @@ def text(view: JobView, now: float, columns: int) -> str:
     parts.append(table + "".join(_labelled(*pair, columns) for pair in _conditions(model)) if model.tasks else "")
     if model.metrics_at is not None:
         groups = rows.host_rows([host for host in model.hosts.values() if host.word], "", False)
-        parts.append(styled(rows.hosts(groups, columns, 0.0)) if groups else "")
+        parts.append(styled(rows.hosts(groups, columns, 0.0).lines()) if groups else "")
         parts.append(styled(servers(model, columns, UNICODE)))
     parts += [_events(view, model, columns), clean_lines(_error(view, outcome))]
     return "\n".join(part for part in parts if part)

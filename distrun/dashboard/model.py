@@ -243,6 +243,8 @@ class Model:
         self.hosts: Mapping[str, HostView] = {}
         self.store: StoreView | None = None
         self.progress: events.ProgressView | None = None
+        self.reports: Mapping[str, Sequence[source.Point]] = {}
+        """What scripts report, by name, over the whole run; the oldest first."""
         self.history: Mapping[str, tuple[float | None, ...]] = {}
         self.traces: Mapping[str, tuple[float | None, ...]] = {}
         """What the dashboard itself saw, one value a second, by name."""
@@ -326,6 +328,7 @@ class Model:
         self.progress = events.of(metrics)
         store = source.members(metrics.get("store"))
         self.store = _store(store) if store else None
+        self.reports = source.curves(metrics.get("reports"))
         self.history = {name: source.series(each) for name, each in source.members(metrics.get("history")).items()}
         if now >= self._traced + 1.0:
             self._traced = now

@@ -129,6 +129,16 @@ class TextTable(Generic[Row]):
         """Return all lines."""
         return [self.heading(), *(self.line(number) for number in range(len(self._rows)))]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return headings, whether a column holds numbers, the cells of all rows, and the style of each row's state."""
+        cells = [[self._cells[column][number] for column in self._shown] for number in range(len(self._rows))]
+        return {
+            "headings": [column.heading for column in self._shown],
+            "numbers": [column.is_number for column in self._shown],
+            "rows": cells,
+            "styles": [self._style(row) for row in self._rows],
+        }
+
     def _aligned(self, column: Column[Row], cell: str) -> str:
         if column.takes_rest:
             return cell
@@ -314,7 +324,9 @@ def _word(row: Sequence[TaskView] | Sequence[HostView]) -> str:
 # ---------------------------------------------------------------------- hosts and servers
 
 
-def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyphs: Glyphs = text.UNICODE) -> list[Line]:
+def hosts(
+    groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyphs: Glyphs = text.UNICODE
+) -> TextTable[Sequence[HostView]]:
     """Return the table of hosts, or of groups of them. `since_s`: age of the metrics, seconds."""
     columns: Sequence[Column[Sequence[HostView]]] = (
         Column("HOST", lambda group: text.folded(tuple(host.name for host in group)), False, is_kept=True),
@@ -335,7 +347,7 @@ def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyph
         Column("GPU", _gpus),
         Column("CLOCK", _offset, keep=1),
     )
-    return TextTable(columns, groups, room, glyphs, style=lambda group: style_of(group[0].word)).lines()
+    return TextTable(columns, groups, room, glyphs, style=lambda group: style_of(group[0].word))
 
 
 def _load(load: float | None) -> str:
@@ -352,7 +364,7 @@ def _offset(group: Sequence[HostView]) -> str:
     return "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s"  # never -0.0
 
 
-def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICODE) -> list[Line]:
+def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICODE) -> TextTable[ServerView]:
     """Return the table of servers."""
     columns: Sequence[Column[ServerView]] = (
         Column("SERVER", lambda server: server.name, False, is_kept=True),
@@ -368,7 +380,7 @@ def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICOD
         Column("LAST RANK", _last_rank, False),
         Column("DEVICE", lambda server: server.device, False, keep=4),
     )
-    return TextTable(columns, found, room, glyphs).lines()
+    return TextTable(columns, found, room, glyphs)
 
 
 def _last_rank(server: ServerView) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
@@ -274,6 +274,20 @@ def numbers(value: object) -> dict[str, float]:
 def series(value: object) -> tuple[float | None, ...]:
     """Return a list of numbers; None where one is unknown."""
     return tuple(number(each) for each in value) if isinstance(value, list | tuple) else ()
+
+
+Point = tuple[Union[int, None], float, float]
+"""Where a curve was: step, seconds since the job's start, value."""
+
+
+def curves(value: object) -> dict[str, tuple[Point, ...]]:
+    """Return the curves of what scripts report, by name; what is no point is left out, and a curve without any."""
+    found = {}
+    for name, told in members(value).items():
+        rows = [each for each in told if isinstance(each, list) and len(each) == 3] if isinstance(told, list) else []
+        points = [(whole(step), finite(time_s), number(each)) for step, time_s, each in rows]
+        found[name] = tuple((step, at, each) for step, at, each in points if at is not None and each is not None)
+    return {name: points for name, points in found.items() if points}
 
 
 _BY_TYPE: Mapping[object, Callable[[object], object]] = {

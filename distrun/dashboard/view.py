@@ -72,7 +72,7 @@ def servers(model: Model, columns: int, glyphs: Glyphs) -> list[Line]:
         more.append(f"a barrier waits for {found.barrier_waiting}{of}")
     if found.round_s is not None:
         more.append(f"rounds/s {rows.rate(found.round_s)}")
-    lines = rows.servers(found.servers, columns, glyphs) if found.servers else []
+    lines = rows.servers(found.servers, columns, glyphs).lines() if found.servers else []
     if more:
         lines.append((("  ".join(more), text.DIM),))
     for server in found.servers:
@@ -340,10 +340,10 @@ def _panels(
     folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
 
     def host_lines(height: int, columns: int, glyphs: Glyphs) -> Sequence[Line]:
-        found = rows.hosts(groups, columns, since_s, glyphs)
+        found = rows.hosts(groups, columns, since_s, glyphs).lines()
         if len(found) > height and not is_one:
             alike = rows.host_rows(model.hosts.values(), look.wanted, True)
-            found = rows.hosts(alike, columns, since_s, glyphs)
+            found = rows.hosts(alike, columns, since_s, glyphs).lines()
         if len(found) <= height:
             return found
         if height < PANEL_LEAST:  # better a row without its heading than a heading without rows
