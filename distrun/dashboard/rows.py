@@ -335,15 +335,15 @@ def hosts(
         Column("CPU", lambda group: formats.percent(_mean(host.cpu for host in group))),
         Column("LOAD", lambda group: _load(_mean(host.load for host in group)), keep=5),
         Column(
-            "MEM", lambda group: _part(_sum(host.mem_used for host in group), _sum(host.mem_total for host in group))
+            "MEM", lambda group: _part(total(host.mem_used for host in group), total(host.mem_total for host in group))
         ),
         Column(
             "DISK FREE",
             lambda group: formats.short_size(min(_known(host.disk_free for host in group), default=None)),
             keep=6,
         ),
-        Column("NET IN", lambda group: _per_s(_sum(host.net_rx for host in group)), keep=3),
-        Column("NET OUT", lambda group: _per_s(_sum(host.net_tx for host in group)), keep=2),
+        Column("NET IN", lambda group: _per_s(total(host.net_rx for host in group)), keep=3),
+        Column("NET OUT", lambda group: _per_s(total(host.net_tx for host in group)), keep=2),
         Column("GPU", _gpus),
         Column("CLOCK", _offset, keep=1),
     )
@@ -402,7 +402,8 @@ def _known(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def total(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the values that are known; None if none is."""
     return sum(known) if (known := _known(values)) else None
 
 
