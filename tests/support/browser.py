@@ -99,7 +99,7 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Return what a JavaScript expression gives in the page; None if it raises an error, as before the page is there."""
+        """Return what a JavaScript expression gives in the page; None if it raises an error."""
         told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         return None if "exceptionDetails" in told else told["result"].get("value")
 
