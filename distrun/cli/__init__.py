@@ -30,6 +30,7 @@ COMMANDS = {
     "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "top": ("distrun.cli.status:top", "Show a job live, or all my jobs."),
+    "dashboard": ("distrun.cli.dashboard:dashboard", "Show jobs in a browser, live, with plots."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
     "attach": ("distrun.cli.attach:attach", "Show a running job as launch does, from any terminal."),
     "stack": ("distrun.cli.stack:stack", "Show where a running job's tasks stand: their Python stacks."),

@@ -116,7 +116,7 @@ def text(view: JobView, now: float, columns: int, glyphs: Glyphs = UNICODE) -> s
     parts.append(styled(reports(model, REPORTS, min(columns, REPORT_COLUMNS), glyphs)))
     if model.metrics_at is not None:
         groups = rows.host_rows([host for host in model.hosts.values() if host.word], "", False)
-        parts.append(styled(rows.hosts(groups, columns, 0.0)) if groups else "")
+        parts.append(styled(rows.hosts(groups, columns, 0.0).lines()) if groups else "")
         parts.append(styled(servers(model, columns, glyphs)))
     parts += [_events(view, model, columns), clean_lines(_error(view, outcome))]
     return "\n".join(part for part in parts if part)

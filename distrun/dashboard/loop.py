@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from distrun import client, remote_jobs, report
-from distrun.dashboard import text, user, view
+from distrun import client, remote_jobs
+from distrun.dashboard import user, view
+from distrun.dashboard.feed import STATE_S, JobFeed
 from distrun.dashboard.model import Model, Plain
 from distrun.dashboard.source import FrameSource, string
 from distrun.dashboard.terminal import ESCAPE_S, Appearance, KeyDecoder, Terminal
@@ -27,24 +28,13 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun_runtime.contract.session import Frame
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HANDLED = (*ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 INTERVAL_S = 0.5
 """Between two pictures, unless a key was pressed."""
-STATE_S = 10.0
-"""Interval of requests for the job's state."""
-CHANGED_S = 2.0
-"""For this time after an event, every picture requests the state: the coordinator writes it a moment later."""
-LOOK_S = 2.0
-"""Minimum time between two messages that say which hosts are looked at."""
 LOG_LINES = 1000
-OUTPUT_SIZE = 128 * 1024
-"""Bytes of a task's output that are kept, if its log is on another machine."""
-OUTPUT_LINES = 200
-"""Lines of the job's output that are asked for there."""
 
 
 def watch(folder: JobFolder, look: Appearance) -> Ended:
@@ -226,13 +216,11 @@ class Dashboard:
     """
 
     def __init__(self, folder: JobFolder, source: FrameSource, terminal: Terminal, signals: Signals) -> None:
-        self.model = Model(folder.id)
-        self._folder = folder
+        self._feed = JobFeed(folder, source)
+        self.model = self._feed.model
         self._source = source
         self._terminal = terminal
         self._input = Input(terminal, signals)
-        self._is_elsewhere = remote_jobs.is_elsewhere(folder)
-        """Until the job is over its logs are on another machine, and its coordinator sends them."""
         self._user = User()
         self._shown = VisibleRows()
         self._held: tuple[Model, float] | None = None
@@ -240,11 +228,6 @@ class Dashboard:
         self._stack: tuple[str, ...] = ()
         self._log: Sequence[str] = ()
         self._log_stamp: object = None
-        self._error_stamp: object = None
-        self._output: dict[str, bytes] = {}
-        """What tasks printed, where their logs are elsewhere."""
-        self._changed_until = 0.0
-        self._asked_state = self._told_look = 0.0
         self._hosts: tuple[str, ...] = ()
         self._ended: Ended | None = None
 
@@ -255,7 +238,7 @@ class Dashboard:
         while self._ended is None:
             now = time.monotonic()
             if now >= next_s:
-                self._draw(now)
+                self._draw()
                 next_s = now + INTERVAL_S
             came = self._input.wait(next_s, self._source.wakeup)
             self._take_all()
@@ -269,29 +252,15 @@ class Dashboard:
     # ------------------------------------------------------------------ frames
 
     def _take_all(self) -> None:
-        for frame in self._source.take():
-            self._take(frame)
-
-    def _take(self, frame: Frame) -> None:
-        header = frame.header
-        told = {name: string(header.get(name)) for name in ("task", "why", "message", "hint", "error")}
-        if self.model.take(frame.type, header, time.time()):
-            if frame.type == "event":
-                self._changed_until = time.monotonic() + CHANGED_S
-            return
-        match frame.type:
-            case "link":
-                self.model.link = told["why"]
-            case "output":
-                self._output[told["task"]] = (self._output.get(told["task"], b"") + frame.body)[-OUTPUT_SIZE:]
-            case "stack":
-                self._take_stack(header)
-            case "refused":
-                self._refused(told["message"], told["hint"])
-            case "failed":
-                self.model.link = told["message"]
-            case "failed_here":
-                self._user.say(f"internal error: {told['error']}; leave and begin again")
+        for frame in self._feed.take():
+            told = {name: string(frame.header.get(name)) for name in ("message", "hint", "error")}
+            match frame.type:
+                case "stack":
+                    self._take_stack(frame.header)
+                case "refused":
+                    self._refused(told["message"], told["hint"])
+                case "failed_here":
+                    self._user.say(f"internal error: {told['error']}; leave and begin again")
 
     def _take_stack(self, header: Mapping[str, object]) -> None:
         lines, error, fix, how = (string(header.get(name)) for name in ("text", "error", "fix", "how"))
@@ -313,7 +282,7 @@ class Dashboard:
         for number, key in enumerate(pressed):
             if self._user.look.mode != mode:  # the key is for what that shows
                 mode = self._user.look.mode
-                self._draw(time.monotonic())
+                self._draw()
             for action in self._user.press(key, self._shown, is_next=number > 0):
                 self._do(action)
             if self._ended is not None:
@@ -336,18 +305,17 @@ class Dashboard:
                 self._stack = (f"asking for the stack of {task} ..." if is_asked else "there is no coordinator to ask",)
             case Action.LOG:
                 self._log, self._log_stamp = (), None
-                self._told_look = float("-inf")  # a log that is elsewhere is asked for at once
+                self._feed.hurry()  # a log that is elsewhere is asked for at once
 
     # ------------------------------------------------------------------ drawing
 
-    def _draw(self, now: float) -> None:
-        self._ask(now)
+    def _draw(self) -> None:
+        self._feed.ask(self._hosts, wants_output=self._user.look.mode == user.LOG)
         terminal = self._terminal
         if terminal.is_behind and not terminal.flush():
             return
-        wall = time.time()
-        self.model.settle(wall)
-        self._read_logs()
+        wall = self._feed.settle()
+        self._read_log()
         look = self._user.look
         if look.is_paused and self._held is None:
             self._held = (self.model.frozen(), wall)
@@ -364,56 +332,14 @@ class Dashboard:
         self._hosts = picture.hosts
         terminal.draw(picture.lines)
 
-    def _ask(self, now: float) -> None:
-        """Ask the coordinator for what changes rarely, and tell it what is looked at."""
-        if self.model.job.is_over:
-            return
-        if now >= self._asked_state + (INTERVAL_S if now < self._changed_until else STATE_S):
-            self._asked_state = now
-            self._source.send("state")
-        if now >= self._told_look + LOOK_S:
-            self._told_look = now
-            wanted: dict[str, object] = {"events": True, "metrics": True, "look": list(self._hosts)}
-            if self._is_elsewhere and (self._user.look.mode == user.LOG or self.model.first_error is not None):
-                wanted["output"] = {"tail": OUTPUT_LINES}
-            self._source.subscribe(**wanted)
-
-    def _read_logs(self) -> None:
-        """Read the log that is followed, and the end of that of the first error, if they have changed."""
-        look, error = self._user.look, self.model.first_error
+    def _read_log(self) -> None:
+        """Read the log that is followed, if it has changed."""
+        look = self._user.look
         if look.mode == user.LOG and not look.is_paused:
-            stamp = self._stamp(look.chosen)
+            stamp = self._feed.stamp(look.chosen)
             if stamp != self._log_stamp:
                 self._log_stamp = stamp
-                self._log = self._tail(look.chosen, LOG_LINES)
-        if error is not None:
-            stamp = self._stamp(error.name)
-            if stamp != self._error_stamp:
-                self._error_stamp = stamp
-                lines = [text.clean(line) for line in self._tail(error.name, report.READ_LINES)]
-                self.model.set_error(report.excerpt(lines))
-                self.model.settle(time.time())
-
-    @property
-    def _has_logs(self) -> bool:
-        return not self._is_elsewhere or self.model.job.is_over
-
-    def _stamp(self, task: str) -> object:
-        """Return what changes when the log of a task does."""
-        if not self._has_logs:
-            said = self._output.get(task, b"")
-            return task, len(said), hash(said[-256:])
-        try:
-            found = os.stat(self._folder.log_path(task))
-        except OSError:
-            return task
-        return task, found.st_size, found.st_mtime_ns
-
-    def _tail(self, task: str, lines: int) -> Sequence[str]:
-        if self._has_logs:
-            return self._folder.tail(task, lines)
-        found = self._output.get(task, b"").decode("utf-8", "replace").splitlines()
-        return [line.rstrip("\r").rpartition("\r")[2] for line in found[-lines:]]
+                self._log = self._feed.tail(look.chosen, LOG_LINES)
 
 
 def _who() -> str:

@@ -129,6 +129,16 @@ class TextTable(Generic[Row]):
         """Return all lines."""
         return [self.heading(), *(self.line(number) for number in range(len(self._rows)))]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return headings, whether a column holds numbers, the cells of all rows, and the style of each row's state."""
+        cells = [[self._cells[column][number] for column in self._shown] for number in range(len(self._rows))]
+        return {
+            "headings": [column.heading for column in self._shown],
+            "numbers": [column.is_number for column in self._shown],
+            "rows": cells,
+            "styles": [self._style(row) for row in self._rows],
+        }
+
     def _aligned(self, column: Column[Row], cell: str) -> str:
         if column.takes_rest:
             return cell
@@ -314,7 +324,9 @@ def _word(row: Sequence[TaskView] | Sequence[HostView]) -> str:
 # ---------------------------------------------------------------------- hosts and servers
 
 
-def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyphs: Glyphs = text.UNICODE) -> list[Line]:
+def hosts(
+    groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyphs: Glyphs = text.UNICODE
+) -> TextTable[Sequence[HostView]]:
     """Return the table of hosts, or of groups of them. `since_s`: age of the metrics, seconds."""
     columns: Sequence[Column[Sequence[HostView]]] = (
         Column("HOST", lambda group: text.folded(tuple(host.name for host in group)), False, is_kept=True),
@@ -323,19 +335,19 @@ def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyph
         Column("CPU", lambda group: formats.percent(_mean(host.cpu for host in group))),
         Column("LOAD", lambda group: _load(_mean(host.load for host in group)), keep=5),
         Column(
-            "MEM", lambda group: _part(_sum(host.mem_used for host in group), _sum(host.mem_total for host in group))
+            "MEM", lambda group: _part(total(host.mem_used for host in group), total(host.mem_total for host in group))
         ),
         Column(
             "DISK FREE",
             lambda group: formats.short_size(min(_known(host.disk_free for host in group), default=None)),
             keep=6,
         ),
-        Column("NET IN", lambda group: _per_s(_sum(host.net_rx for host in group)), keep=3),
-        Column("NET OUT", lambda group: _per_s(_sum(host.net_tx for host in group)), keep=2),
+        Column("NET IN", lambda group: _per_s(total(host.net_rx for host in group)), keep=3),
+        Column("NET OUT", lambda group: _per_s(total(host.net_tx for host in group)), keep=2),
         Column("GPU", _gpus),
         Column("CLOCK", _offset, keep=1),
     )
-    return TextTable(columns, groups, room, glyphs, style=lambda group: style_of(group[0].word)).lines()
+    return TextTable(columns, groups, room, glyphs, style=lambda group: style_of(group[0].word))
 
 
 def _load(load: float | None) -> str:
@@ -352,7 +364,7 @@ def _offset(group: Sequence[HostView]) -> str:
     return "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s"  # never -0.0
 
 
-def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICODE) -> list[Line]:
+def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICODE) -> TextTable[ServerView]:
     """Return the table of servers."""
     columns: Sequence[Column[ServerView]] = (
         Column("SERVER", lambda server: server.name, False, is_kept=True),
@@ -368,7 +380,7 @@ def servers(found: Sequence[ServerView], room: int, glyphs: Glyphs = text.UNICOD
         Column("LAST RANK", _last_rank, False),
         Column("DEVICE", lambda server: server.device, False, keep=4),
     )
-    return TextTable(columns, found, room, glyphs).lines()
+    return TextTable(columns, found, room, glyphs)
 
 
 def _last_rank(server: ServerView) -> str:
@@ -390,7 +402,8 @@ def _known(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def total(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the values that are known; None if none is."""
     return sum(known) if (known := _known(values)) else None
 
 

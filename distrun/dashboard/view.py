@@ -106,6 +106,13 @@ def store(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
 def servers(model: Model, columns: int, glyphs: Glyphs) -> list[Line]:
     """Return the table of servers, and below it what is known of the store as a whole."""
     found = model.store
+    lines = rows.servers(found.servers, columns, glyphs).lines() if found is not None and found.servers else []
+    return lines + [text.cut(line, columns, glyphs.ellipsis) for line in store_notes(model)]
+
+
+def store_notes(model: Model) -> list[Line]:
+    """Return what is known of the store as a whole, and why servers do not use a GPU."""
+    found = model.store
     if found is None:
         return []
     more = []
@@ -116,13 +123,11 @@ def servers(model: Model, columns: int, glyphs: Glyphs) -> list[Line]:
         more.append(f"a barrier waits for {found.barrier_waiting}{of}")
     if found.round_s is not None:
         more.append(f"rounds/s {rows.rate(found.round_s)}")
-    lines = rows.servers(found.servers, columns, glyphs) if found.servers else []
-    if more:
-        lines.append((("  ".join(more), text.DIM),))
+    lines: list[Line] = [(("  ".join(more), text.DIM),)] if more else []
     for server in found.servers:
         if server.device_why:
             why = f"{server.name}: in host memory, not on a GPU: {server.device_why}"
-            lines.append(text.cut(((text.clean(why), text.PLAIN),), columns, glyphs.ellipsis))
+            lines.append(((text.clean(why), text.PLAIN),))
     return lines
 
 
@@ -251,7 +256,7 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
         line: Line = ((f"{found[at][0].name}: ", text.BOLD), (why, text.PLAIN))
         bottom = [*bottom[:-1], _to_width(line, options), bottom[-1]]
     room = max(2, options.rows - len(head) - len(bottom))
-    below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=_since(model, now))
+    below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=since(model, now))
     room -= len(below)
     count = max(1, room - 1)
     if len(found) > count:
@@ -260,7 +265,7 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     if at >= first + count:
         first = at - count + 1
     visible = found[first : first + count]
-    table = rows.tasks(visible, columns, now, _since(model, now), options.glyphs, has_marks=True)
+    table = rows.tasks(visible, columns, now, since(model, now), options.glyphs, has_marks=True)
     body = [table.heading(), *(table.line(number, first + number == at) for number in range(len(visible)))]
     if not found:
         body.append(((_no_tasks(model, look), text.DIM),))
@@ -318,22 +323,24 @@ def _header(model: Model, look: ViewSelection, options: Options, now: float) -> 
     progress = _progress(model, options)
     if progress:
         lines.append(progress)
-    return [_to_width(line, options) for line in (*lines, *_notes(model, now))]
+    return [_to_width(line, options) for line in (*lines, *notes(model, now))]
 
 
-def _notes(model: Model, now: float) -> list[Line]:
-    notes: list[Line] = []
+def notes(model: Model, now: float) -> list[Line]:
+    """Return what a user should know of the job besides its state: why nothing new comes, how it ended."""
+    found: list[Line] = []
     if model.link:
-        notes.append((("! ", text.RED), (text.clean(model.link), text.YELLOW)))
-    elif model.metrics_at is not None and _since(model, now) > OLD_S and not model.job.is_over:
-        notes.append(((f"! no metrics for {formats.age(_since(model, now))}", text.YELLOW),))
+        found.append((("! ", text.RED), (text.clean(model.link), text.YELLOW)))
+    elif model.metrics_at is not None and since(model, now) > OLD_S and not model.job.is_over:
+        found.append(((f"! no metrics for {formats.age(since(model, now))}", text.YELLOW),))
     if model.job.is_over and model.job.message:
         style = text.GREEN if model.exit_code == 0 else text.RED
-        notes.append(((text.clean(model.job.message), style),))
-    return notes
+        found.append(((text.clean(model.job.message), style),))
+    return found
 
 
-def _since(model: Model, now: float) -> float:
+def since(model: Model, now: float) -> float:
+    """Return how old the metrics are, seconds."""
     return 0.0 if model.metrics_at is None else max(0.0, now - model.metrics_at)
 
 
@@ -383,10 +390,10 @@ def _panels(
     folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
 
     def host_lines(height: int, columns: int, glyphs: Glyphs) -> Sequence[Line]:
-        found = rows.hosts(groups, columns, since_s, glyphs)
+        found = rows.hosts(groups, columns, since_s, glyphs).lines()
         if len(found) > height and not is_one:
             alike = rows.host_rows(model.hosts.values(), look.wanted, True)
-            found = rows.hosts(alike, columns, since_s, glyphs)
+            found = rows.hosts(alike, columns, since_s, glyphs).lines()
         if len(found) <= height:
             return found
         if height < PANEL_LEAST:  # better a row without its heading than a heading without rows
@@ -541,7 +548,7 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
     task = model.tasks.get(look.chosen)
     if task is None:
         return [(("there is no such task any more", text.DIM),)]
-    since_s = _since(model, now)
+    since_s = since(model, now)
     quiet_s = None if task.quiet_s is None else task.quiet_s + since_s
     cpu = formats.percent(task.cpu)
     pairs = [

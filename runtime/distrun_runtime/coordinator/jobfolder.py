@@ -367,6 +367,12 @@ class JobFolder:
         """Replace reports.json. `reports`: as a snapshot of metrics has them. Raises OSError."""
         _replace(self.path / "reports.json", self._headed(REPORTS_SCHEMA, {"reports": reports}))
 
+    def samples(self) -> List[Dict[str, Any]]:
+        """Return the samples of metrics.jsonl, the oldest first; none if they cannot be read."""
+        with contextlib.suppress(OSError, JobStoreError), stored.opened(self.path / "metrics.jsonl") as file:
+            return [value for value in _objects(file.read()) if isinstance(value.get("time"), str)]
+        return []
+
     # ------------------------------------------------------------------ reading
 
     def log_path(self, task: str) -> Path:
@@ -618,11 +624,16 @@ def _this_process() -> Dict[str, Any]:
 
 def events_of(data: bytes) -> List[Dict[str, Any]]:
     """Return the events of a piece of events.jsonl. What is no event, such as half a line, is left out."""
+    found = _objects(data)
+    return [each for each in found if isinstance(each.get("event"), str) and isinstance(each.get("time"), str)]
+
+
+def _objects(data: bytes) -> List[Dict[str, Any]]:
     found = []
     for line in data.split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line.decode("utf-8", "replace"))
-            if isinstance(value, dict) and isinstance(value.get("event"), str) and isinstance(value.get("time"), str):
+            if isinstance(value, dict):
                 found.append(value)
     return found
 

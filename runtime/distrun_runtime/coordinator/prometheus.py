@@ -6,19 +6,16 @@ series; values that the task reported come last.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import re
 import socket
-import socketserver
-import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, Plan
+from distrun_runtime.coordinator.httpport import CHECK_S, HttpAnswer, HttpPort
 from distrun_runtime.coordinator.messages import Event, MetricsAsked
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -180,35 +177,22 @@ def _number(value: object) -> str:
 
 # Serves `GET /metrics` for Prometheus on a port of the coordinator (`launch --metrics-port`).
 #
-# Access is read-only and needs no password. At most CLIENTS connections are served at a time, each by a thread; for one
-# more, the oldest of those that have sent no request is dropped, or else the oldest. A client has REQUEST_S to send its
-# request and ANSWER_S to take the reply. The metrics are requested from the job's loop when a client reads them, and
+# Access is read-only and needs no password. The metrics are requested from the job's loop when a client reads them, and
 # are reused for FRESH_S.
 
 
-CLIENTS = 16
-"""Connections at a time."""
-REQUEST_S = 5.0
-ANSWER_S = 20.0
 LOOP_S = 5.0
 """Time limit for the job's loop to return its metrics."""
 FRESH_S = 1.0
-CHECK_S = 0.2
-"""Between two looks whether a client has used up its time."""
-READ_SIZE = 4096
 
 
-class _Scrape(BaseHTTPRequestHandler):
+class _Scrape(HttpAnswer):
     """One connection."""
 
     server: MetricsPort
-    default_request_version = "HTTP/1.0"  # an error has a status line, whatever was asked
-    error_content_type = "text/plain; charset=utf-8"
-    error_message_format = "%(explain)s\n"
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         """Send the page."""
-        self.server.await_client(self.connection, ANSWER_S)
         if len(self.requestline.split()) != 3:
             self.send_error(400)
         elif self.path.partition("?")[0] != "/metrics":
@@ -216,38 +200,12 @@ class _Scrape(BaseHTTPRequestHandler):
         else:
             body = self.server.page(self.connection)
             if body is not None:
-                self._send(200, ("Content-Type", CONTENT_TYPE), body)
+                self.send(200, CONTENT_TYPE, body)
             else:
                 self.send_error(503, explain="the job is busy, or over")
 
-    def do_HEAD(self) -> None:
-        """Send what comes before the page."""
-        self.do_GET()
 
-    def do_POST(self) -> None:
-        """Refuse to change anything."""
-        self._send(405, ("Allow", "GET, HEAD"))
-
-    def _send(self, status: int, header: Tuple[str, str], body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header(*header)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def finish(self) -> None:
-        """Wait until the client has read the answer: what is sent to a closed socket would cut it off by a reset."""
-        super().finish()
-        self.connection.shutdown(socket.SHUT_WR)
-        while self.connection.recv(READ_SIZE):
-            pass
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
-
-
-class MetricsPort(socketserver.ThreadingTCPServer):
+class MetricsPort(HttpPort):
     """Listens at a port of the plan's `metrics_address` from the call on; answers from `start` to `close`.
 
     Arguments:
@@ -259,42 +217,20 @@ class MetricsPort(socketserver.ThreadingTCPServer):
         OSError: it cannot listen there.
     """
 
-    daemon_threads = allow_reuse_address = True
-    request_queue_size = 128
-
     def __init__(self, plan: Plan, port: int, put: Callable[[Event], None]) -> None:
         self._plan = plan
         self._put = put
-        address = plan.metrics_address or facts.LOOPBACK
-        numeric = socket.AI_NUMERICHOST | socket.AI_PASSIVE
-        found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numeric)[0]
-        self.address_family = found[0]
-        super().__init__(found[4], _Scrape)  # with the scope of a link-local address
-        self.socket.settimeout(CHECK_S)  # a client that has gone meanwhile does not keep `close` waiting
-        host, self.port = self.socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
-        self._readers: Dict[socket.socket, Tuple[bool, float]] = {}
-        """Connections, the oldest first: whether it has sent its request, and until when it is waited for."""
+        super().__init__(plan.metrics_address or facts.LOOPBACK, port, _Scrape)
+        self.url += "metrics"
         self._page = b""
         self._made_at = float("-inf")
         self._making = threading.Lock()
-
-    def start(self) -> None:
-        """Start the thread that lets clients in."""
-        threading.Thread(target=self.serve_forever, args=(CHECK_S,), name="metrics", daemon=True).start()
-
-    def close(self) -> None:
-        """Listen no more, and drop all connections."""
-        self.shutdown()
-        self.server_close()
-        for reader in list(self._readers):
-            self._drop(reader)
 
     def page(self, reader: socket.socket) -> Optional[bytes]:
         """Return the metrics, at most FRESH_S old; None: the job's loop does not give them."""
         until = time.monotonic() + LOOP_S
         while not self._making.acquire(timeout=CHECK_S):
-            if reader not in self._readers or time.monotonic() >= until:  # one that was dropped waits for nothing
+            if not self.has(reader) or time.monotonic() >= until:  # one that was dropped waits for nothing
                 return None
         try:
             if time.monotonic() >= self._made_at + FRESH_S:
@@ -308,45 +244,3 @@ class MetricsPort(socketserver.ThreadingTCPServer):
             return self._page
         finally:
             self._making.release()
-
-    def await_client(self, reader: socket.socket, limit_s: float, has_asked: bool = True) -> None:
-        """Drop a client if it has not done its part `limit_s` from now."""
-        self._readers[reader] = has_asked, time.monotonic() + limit_s
-
-    def get_request(self) -> Tuple[socket.socket, Any]:
-        """Accept a connection."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(CHECK_S)  # there may be no descriptor for some time
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own."""
-        readers = list(self._readers.items())  # threads of others may end meanwhile
-        if len(readers) >= CLIENTS:
-            self._drop(min(readers, key=lambda each: each[1][0])[0])  # the first one: the oldest
-        self.await_client(request, REQUEST_S, has_asked=False)
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Drop those that have used up their time."""
-        for reader, (_, until) in list(self._readers.items()):
-            if time.monotonic() >= until:
-                self._drop(reader)
-
-    def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
-        self._readers.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write what failed to coordinator.log, unless the client has gone; the job goes on."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-    def _drop(self, reader: socket.socket) -> None:
-        """Have the thread of a connection end it."""
-        self._readers.pop(reader, None)
-        with contextlib.suppress(OSError):
-            reader.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import agent_messages, facts
-from distrun_runtime.coordinator import messages, prometheus
+from distrun_runtime.coordinator import httpport, messages, prometheus
 from distrun_runtime.coordinator.prometheus import MetricsPort
 
 LIMIT_S = 20.0
@@ -183,7 +183,7 @@ def dropped(client: socket.socket) -> bool:
 def test_a_client_that_does_not_ask_is_dropped_and_holds_up_nobody(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.3)
+    monkeypatch.setattr(httpport, "REQUEST_S", 0.3)
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow:
         slow.sendall(b"GET /metr")
         assert ask(port).status == 200
@@ -191,7 +191,7 @@ def test_a_client_that_does_not_ask_is_dropped_and_holds_up_nobody(
 
 
 def test_a_client_that_asks_byte_by_byte_has_no_longer(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.3)
+    monkeypatch.setattr(httpport, "REQUEST_S", 0.3)
     until = time.monotonic() + LIMIT_S
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow, contextlib.suppress(ConnectionError):
         while time.monotonic() < until:
@@ -204,7 +204,7 @@ def test_a_client_that_asks_byte_by_byte_has_no_longer(port: MetricsPort, monkey
 
 
 def test_a_client_that_does_not_read_is_dropped(port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "ANSWER_S", 0.3)
+    monkeypatch.setattr(httpport, "ANSWER_S", 0.3)
     monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: "x" * 50_000_000)
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -222,7 +222,7 @@ def test_a_scraper_is_answered_while_400_idle_connections_are_open(port: Metrics
         ]
         for _ in range(3):
             assert ask(port).status == 200
-        assert len(port._readers) <= prometheus.CLIENTS
+        assert len(port._readers) <= httpport.CLIENTS
         assert dropped(idle[0]), "of those that have not asked, the oldest goes first"
 
 
@@ -232,7 +232,7 @@ def test_of_clients_that_have_all_asked_and_do_not_read_the_oldest_goes(
     page = prometheus.page
     monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: page(plan, snapshot) + "x" * 20_000_000)
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * prometheus.CLIENTS):
+        for _ in range(2 * httpport.CLIENTS):
             client = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
             client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert ask(port).status == 200

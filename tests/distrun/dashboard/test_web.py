@@ -1,0 +1,175 @@
+"""Who may ask the server of the page, and what it replies."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distrun_cli import wait_until
+from sample_plan import sample_plan
+
+from distrun.dashboard import web
+from distrun.dashboard.model import Model
+from distrun.dashboard.web import DashboardPort
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.httpport import REQUEST_SIZE
+from distrun_runtime.coordinator.jobstore import JobStore
+
+JOB = "calm-otter-7f3"
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[DashboardPort]:
+    store = JobStore(tmp_path)
+    for job in (JOB, *(f"job-{number}" for number in range(web.WATCHED + 2))):
+        store.create(sample_plan(job=job)).finish(Outcome(1, facts.TASK_FAILED, "worker-0 failed"))
+    made = DashboardPort(lambda: [Model(each.id) for each in store.list()], store.find)
+    made.start()
+    yield made
+    made.close()
+
+
+Headers = list[tuple[str, str]]
+
+
+def ask(port: DashboardPort, path: str, headers: Headers | None = None, method: str = "GET", token: str = "") -> int:
+    return reply(port, path, headers, method, token)[0]
+
+
+def reply(
+    port: DashboardPort, path: str, headers: Headers | None = None, method: str = "GET", token: str = ""
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    """Ask as the page does, unless told otherwise."""
+    client = http.client.HTTPConnection(facts.LOOPBACK, port.port, timeout=LIMIT_S)
+    client.putrequest(method, path, skip_host=True)
+    headers = headers if headers is not None else [("Host", f"127.0.0.1:{port.port}")]
+    for name, value in [*headers, ("Authorization", f"Bearer {token or port.token}")]:
+        client.putheader(name, value)
+    client.endheaders()
+    with contextlib.closing(client), client.getresponse() as answer:
+        return answer.status, answer.headers, answer.read()
+
+
+def test_it_listens_on_the_loopback_address_only_and_each_has_another_long_token(port: DashboardPort) -> None:
+    assert port.socket.getsockname()[0] == "127.0.0.1"
+    with contextlib.closing(DashboardPort(list, JobStore().find).socket) as other:
+        assert other.getsockname()[0] == "127.0.0.1"
+    assert len(port.token) >= 43
+
+
+@pytest.mark.parametrize("token", ["wrong", "\xe4" * 43, "x" * 5000])
+def test_a_wrong_token_gets_nothing(port: DashboardPort, token: str) -> None:
+    assert ask(port, "/api/jobs", token=token) == 401
+    assert ask(port, f"/api/jobs?token={port.token}", token=token) == 401
+    assert ask(port, "/api/jobs") == 200
+
+
+@pytest.mark.parametrize(
+    "hosts", [[], ["evil.example"], ["127.0.0.1.evil.example"], ["127.0.0.1:80@evil.example"], ["127.0.0.1"] * 2]
+)
+@pytest.mark.parametrize("path", ["/", "/api/jobs"])
+def test_another_name_that_was_made_to_mean_this_machine_gets_nothing(
+    port: DashboardPort, path: str, hosts: list[str]
+) -> None:
+    assert ask(port, path, [("Host", host) for host in hosts]) == 403
+
+
+def test_a_forwarded_port_may_be_another_one(port: DashboardPort) -> None:
+    for host in ("localhost:1", "127.0.0.1", "[::1]:65535"):
+        assert ask(port, "/api/jobs", [("Host", host), ("Origin", f"http://{host}")]) == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Origin", "http://evil.example"),
+        ("Origin", "null"),
+        ("Origin", "https://localhost:1"),
+        ("Origin", "http://localhost:2"),
+        ("Sec-Fetch-Site", "cross-site"),
+        ("Sec-Fetch-Site", "same-site"),
+    ],
+)
+def test_the_page_of_another_site_gets_nothing(port: DashboardPort, name: str, value: str) -> None:
+    assert ask(port, "/api/jobs", [("Host", "localhost:1"), (name, value)]) in (401, 403)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+def test_nothing_can_be_changed(port: DashboardPort, method: str) -> None:
+    status, headers, _ = reply(port, "/api/jobs", method=method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard.js", "/api/jobs", "/nothing", "/api/job?id=nothing"])
+def test_every_reply_lets_a_browser_run_and_keep_nothing_else(port: DashboardPort, path: str) -> None:
+    _, headers, _ = reply(port, path)
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self';" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/../web.py", "/%2e%2e/web.py", "/page/index.html", "/uplot/LICENSE", "//etc/passwd", "/api", "/api/"),
+        *("/api/jobs/..", "/api/job", "/api/job?id=../../x", "/api/job?id=%00", "/api/job?" + "a=b&" * 500),
+    ],
+)
+def test_there_is_nothing_at_other_paths(port: DashboardPort, path: str) -> None:
+    assert ask(port, path) == 404
+
+
+def test_a_request_that_is_too_large_is_refused(port: DashboardPort) -> None:
+    assert ask(port, "/", [("Host", "localhost"), *[("X", "x" * 1000)] * (1 + REQUEST_SIZE // 1000)]) == 431
+
+
+def test_a_job_that_has_ended_is_shown_with_its_message(port: DashboardPort) -> None:
+    found = json.loads(reply(port, f"/api/job?id={JOB}")[2])
+    assert (found["state"], found["is_over"], found["notes"]) == ("failed", True, [["worker-0 failed", "red"]])
+
+
+def test_browsers_that_are_slow_or_idle_hold_up_no_other_one(port: DashboardPort) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(60):
+            slow = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
+            slow.sendall(b"GET /uplot/uPlot.js HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n" * (number % 2))
+        assert ask(port, "/api/jobs") == 200
+
+
+def test_few_jobs_are_followed_and_none_that_nobody_looks_at(
+    port: DashboardPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(web.WATCHED + 2):
+        assert ask(port, f"/api/job?id=job-{number}") == 200
+    assert len(port._watched) == web.WATCHED
+    assert "job-0" not in port._watched
+    monkeypatch.setattr(web, "UNWATCHED_S", 0.0)
+    wait_until(lambda: not port._watched, LIMIT_S, "no job is followed")
+
+
+def test_the_page_loads_files_of_its_own_only(port: DashboardPort) -> None:
+    _, _, html = reply(port, "/")
+    named = re.findall(r'(?:src|href)="([^"#]+)"', html.decode())
+    assert len(named) >= 5
+    assert {ask(port, f"/{name}") for name in named} == {200}
+    assert not re.search(r"<script>|<style|\son\w+=|style=|https?:", html.decode())
+
+
+def test_uplot_is_the_one_that_is_recorded_with_its_license() -> None:
+    folder = web.FOLDER / "uplot"
+    recorded = dict(re.findall(r"\| `(\S+)` \| `(\w{64})` \|", (folder / "README.md").read_text()))
+    assert recorded == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.min.*")}
+    assert len(recorded) == 2
+    assert "MIT License" in (folder / "LICENSE").read_text()

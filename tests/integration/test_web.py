@@ -1,0 +1,210 @@
+"""`distrun dashboard` as a user has it: the command, and the page in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import snapshots
+from browser import Browser
+from distrun_cli import TIMEOUT_S, Distrun, wait_until
+from fakecoordinator import Coordinator
+from sample_plan import sample_plan
+
+from distrun.dashboard.web import DashboardPort
+from distrun_runtime.contract import session
+from distrun_runtime.contract.dataclass import rfc3339
+from distrun_runtime.coordinator.jobstore import JobStore
+
+NAME = "<img src=x onerror=document.body.remove()>"
+TASK = """\
+import os, time
+while not os.path.exists("go"):
+    time.sleep(0.02)
+raise SystemExit("a <script>bad</script> end")
+"""
+
+
+class Served:
+    """A dashboard that was started as a user does."""
+
+    def __init__(self, distrun: Distrun, *words: str, **env: str) -> None:
+        self._said = {
+            name: distrun.home / f"{name}-{len(list(distrun.home.iterdir()))}" for name in ("stdout", "stderr")
+        }
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(path.open("wb")) for name, path in self._said.items()}
+            self.process = distrun.start("dashboard", *words, env=env, **files)
+        self.url = str(wait_until(lambda: self.said("stdout").partition("\n")[0], TIMEOUT_S, "a URL is printed"))
+
+    def said(self, stream: str) -> str:
+        return self._said[stream].read_text()
+
+    def get(self, path: str) -> Any:
+        address, _, fragment = self.url.partition("#token=")
+        token = fragment.partition("&")[0]
+        request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def serve(distrun: Distrun) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(*words: str, **env: str) -> Served:
+        made.append(Served(distrun, *words, **env))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.wait()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    (tmp_path / "profile").mkdir()
+    made = Browser(tmp_path / "profile")
+    yield made
+    made.close()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_ctrl_c_ends_it_and_a_signal_is_its_exit_code(serve: Callable[..., Served]) -> None:
+    first, second = serve(), serve()
+    assert first.get("api/jobs")["ids"] == []
+    assert (first.end(), second.end(signal.SIGTERM)) == (0, 143)
+    assert first.url != second.url
+
+
+def test_in_an_ssh_session_it_says_how_the_port_is_forwarded(serve: Callable[..., Served]) -> None:
+    served = serve(SSH_CONNECTION="10.0.0.1 5555 10.0.0.2 2222")
+    port = served.url.partition("/#")[0].rpartition(":")[2]
+    assert f"ssh -L {port}:127.0.0.1:{port} -p 2222 " in served.said("stderr")
+
+
+def test_a_port_in_use_and_a_job_that_does_not_exist_are_said(serve: Callable[..., Served], distrun: Distrun) -> None:
+    port = serve().url.partition("/#")[0].rpartition(":")[2]
+    taken = distrun.answer("dashboard", "--port", port)
+    assert taken.returncode == 2
+    assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in taken.stderr.decode()
+    assert distrun.answer("dashboard", "nothing").returncode == 2
+
+
+def test_the_token_is_no_argument_of_the_browser_that_is_opened(
+    serve: Callable[..., Served], distrun: Distrun, tmp_path: Path
+) -> None:
+    program, told = tmp_path / "opener", tmp_path / "told"
+    program.write_text(
+        f'#!/bin/sh\necho "$1" > {told}.new; stat -c %a "$(dirname "${{1#file://}}")" >> {told}.new\n'
+        f'cat "${{1#file://}}" >> {told}.new; mv {told}.new {told}\n'
+    )
+    program.chmod(0o755)
+    served = serve("--open", DISPLAY=":99", BROWSER=str(program))
+    url, mode, page = wait_until(lambda: told.exists() and told.read_text(), TIMEOUT_S, "it is opened").split("\n", 2)
+    token = served.url.partition("token=")[2]
+    assert token not in url
+    assert mode == "700"
+    assert token in page
+    assert served.end() == 0
+    assert not Path(url.removeprefix("file://")).exists()
+
+
+def test_without_a_desktop_open_says_so(serve: Callable[..., Served]) -> None:
+    served = serve("--open", DISPLAY="", WAYLAND_DISPLAY="", BROWSER="")
+    wait_until(lambda: "--open: there is no desktop" in served.said("stderr"), TIMEOUT_S)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.mark.slow
+def test_a_real_job_is_found_in_the_list_followed_and_shown_after_its_end_whatever_it_prints(
+    serve: Callable[..., Served], distrun: Distrun, browser: Browser
+) -> None:
+    (distrun.work / "task.py").write_text(TASK)
+    words = ["-n", "2", "-s", "0", "python", "task.py", NAME]
+    launched = distrun.begin(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: distrun.jobs and distrun.state()["state"] == "running", TIMEOUT_S, "the job runs")
+    browser.look(400, 800)
+    browser.open(serve().url)
+    browser.until("document.querySelectorAll('#jobs tbody tr').length === 1")
+    assert "token" not in browser.value("location.href")
+    assert browser.value("document.querySelector('#jobs tbody').innerText.includes('<img')")
+    while browser.value("document.activeElement.closest('#jobs a') === null"):
+        browser.key("Tab")
+    browser.key("Enter")
+    browser.until("document.querySelectorAll('#tasks tbody tr').length === 2")
+    assert browser.value("document.getElementById('state').innerText") == "running"
+    assert browser.value("document.documentElement.scrollWidth") <= 400
+    browser.value("at('only').value = 'worker-1', at('only').dispatchEvent(new Event('input')), true")
+    browser.until("document.querySelectorAll('#tasks tbody tr').length === 1")
+    browser.value("at('only').value = '', at('only').dispatchEvent(new Event('input')), true")
+    (distrun.work / "go").touch()
+    launched.wait(TIMEOUT_S)
+    browser.until("document.getElementById('state').innerText === 'failed'")
+    browser.until("document.getElementById('error-lines').innerText.includes('a <script>bad</script> end')")
+    assert browser.value("document.getElementById('link').innerText") == "ended"
+    assert not browser.value("document.querySelector('main img, script:not([src])')")
+    assert browser.complaints == []
+
+
+@pytest.mark.slow
+def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, browser: Browser) -> None:
+    folder = JobStore(tmp_path).create(sample_plan(job="calm-otter-7f3"))
+    folder.write_control(str(tmp_path / "socket"))
+    points = [[10 * number, float(number), 2.0 / (1 + number)] for number in range(100)]
+    state = {"type": "state", "state": snapshots.state(6, created=rfc3339(time.time() - 100))}
+
+    def answers(kind: str) -> list[bytes]:
+        told = {**snapshots.metrics(6), "reports": {"loss": points, "<b>x</b>": [[None, 1.0, "nan"], [None, 2.0, 1]]}}
+        return [session.encode(state), session.encode({"type": "metrics", "metrics": told})] * (kind == "subscribe")
+
+    Coordinator(tmp_path / "socket", "calm-otter-7f3", answers)
+    port = DashboardPort(list, JobStore(tmp_path).find)
+    port.start()
+    try:
+        browser.open(port.address("calm-otter-7f3"))
+        browser.until("document.querySelectorAll('#reports canvas').length === 2")
+        labels = browser.value("[...document.querySelectorAll('#reports .plot')].map((each) => each.ariaLabel)")
+        assert sorted(labels) == ["<b>x</b>, last 1, min 1  max 1", "loss, last 0.02, min 0.02  max 2"]
+        browser.until("document.querySelectorAll('#usage canvas').length === 4")
+        browser.look(1600, 1000)
+        browser.value("picture = () => document.querySelector('#reports canvas').toDataURL(), before = picture(), true")
+        browser.look(1600, 1000, "dark")
+        browser.until("picture() !== before")
+        browser.value("at('axis').value = 'times', at('axis').dispatchEvent(new Event('change')), true")
+        browser.until("document.querySelectorAll('#reports canvas').length === 2")
+        assert browser.complaints == []
+    finally:
+        port.close()
+    browser.until("document.getElementById('link').innerText === 'no answer'")
+    assert browser.value("document.querySelectorAll('#tasks tbody tr').length") == 9, "what was shown stays"
+
+
+@pytest.mark.slow
+def test_without_its_token_the_page_says_what_to_open(tmp_path: Path, browser: Browser) -> None:
+    port = DashboardPort(list, JobStore(tmp_path).find)
+    port.start()
+    try:
+        browser.open(port.url)
+        browser.until(
+            "document.getElementById('problem').innerText.includes('Open the URL that distrun dashboard printed')"
+        )
+    finally:
+        port.close()
