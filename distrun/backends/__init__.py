@@ -43,7 +43,9 @@ def load(name: str) -> Backend:
     try:
         made = getattr(importlib.import_module(module), member)()
     except (ImportError, AttributeError) as err:
-        raise DistrunError(f"--launcher {name}: {path} cannot be loaded: {err}") from err
+        raise DistrunError(
+            f"--launcher {name}: {path} cannot be loaded: {err}", "install the package that brings it again"
+        ) from err
     from distrun.backends.base import Backend
 
     if isinstance(made, Backend):

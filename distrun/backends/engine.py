@@ -364,9 +364,13 @@ def execute(
     except FileNotFoundError:
         raise EngineError(f"{argv[0]} is not on this machine", hint) from None
     except OSError as err:
-        raise EngineError(f"{argv[0]} cannot be executed: {err.strerror}") from err
+        raise EngineError(
+            f"{argv[0]} cannot be executed: {err.strerror}", f"see what it is: ls -l $(command -v {argv[0]})"
+        ) from err
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{' '.join(argv[:3])}: no answer within {limit_s:g} s") from None
+        words = " ".join(argv[:3])
+        fix = "it may be busy: type that command by hand, and launch again when it answers"
+        raise EngineError(f"{words}: no answer within {limit_s:g} s", fix) from None
     return Answer(done.returncode, done.stdout, done.stderr)
 
 

@@ -52,11 +52,13 @@ class RecordCommand(JobCommand):
         record = folder.request() or {}
         given = record.get("given")
         if not given:
-            raise UsageError(f"job {folder.id} has no record of options: it was not launched by the command line")
+            text = f"job {folder.id} has no record of options: it was not launched by the command line"
+            raise UsageError(text, "launch it again as it was launched")
         try:
             os.chdir(record["cwd"])
         except OSError as err:
-            raise UsageError(f"job {folder.id} was launched in {record['cwd']}: {err.strerror}") from err
+            text = f"job {folder.id} was launched in {record['cwd']}: {err.strerror}"
+            raise UsageError(text, "make that folder again, or type the launch anew in another one") from err
         return [
             {key: Sourced(tuple(each) if isinstance(each, list) else each, folder.id) for key, each in given.items()}
         ]

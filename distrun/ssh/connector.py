@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from distrun.ssh.ask import Abort, Aborted, Asker
 from distrun.ssh.failure import (
     BUSY,
-    OTHER,
     SshFailure,
     Where,
     classify,
     proxy_failed,
     timeout,
+    too_many_jumps,
     too_many_keys,
     unforeseen,
 )
@@ -157,7 +157,7 @@ class Connector:
             from distrun.ssh import fabric_link
 
             if depth >= JUMPS:
-                raise SshFailure(OTHER, f"more than {JUMPS} hosts in between (ProxyJump in a circle?)")
+                raise too_many_jumps(resolved.where.host, JUMPS)
             jump = self._jump(hop(resolved)).get(lambda way: self._enter(way, abort, warn, depth + 1), abort)
             return fabric_link.tunnel(jump, resolved), None
         if resolved.proxy_command:

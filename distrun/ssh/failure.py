@@ -150,11 +150,18 @@ def overrun(where: Where) -> SshFailure:
     return SshFailure(BUSY, f"{where.place} closed the connection before the key exchange: {why}", fix)
 
 
+def too_many_jumps(host: str, most: int) -> SshFailure:
+    """Return the failure of a host that is behind more than `most` others."""
+    text = f"more than {most} hosts in between (ProxyJump in a circle?)"
+    return SshFailure(OTHER, text, f"this shows the next one: ssh -G {host} | grep -i proxyjump")
+
+
 def proxy_failed(where: Where, stderr: str) -> SshFailure:
     """Return the failure of a ProxyCommand that did not lead to the host."""
     theirs = [line.strip() for line in stderr.splitlines() if line.strip() and not re.match(_OWN_LINE, line)]
     told = theirs[-1] if theirs else "nothing"
-    return SshFailure(OTHER, f"the ProxyCommand did not lead to {where.place}; it said: {told}")
+    fix = f"run that command by hand, or try: {where.command('ssh', '-v')}"
+    return SshFailure(OTHER, f"the ProxyCommand did not lead to {where.place}; it said: {told}", fix)
 
 
 def host_key_changed(where: Where, shown: str, recorded: str, fix: str) -> SshFailure:
@@ -267,7 +274,9 @@ def no_agent(where: Where, stderr: str, stdout: str) -> SshFailure:
 
 def unforeseen(err: BaseException) -> SshFailure:
     """Return the failure of this program itself."""
-    return SshFailure(OTHER, f"distrun itself failed: {type(err).__name__}: {err}")
+    return SshFailure(
+        OTHER, f"distrun itself failed: {type(err).__name__}: {err}", "please report it, with what -vv prints"
+    )
 
 
 def _of_exception(err: BaseException, where: Where) -> SshFailure:
@@ -291,7 +300,8 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
         return SshFailure(OTHER, f"{where.place} and this program share no algorithm: {text}", fix)
     if name == "ChannelException":
         told = getattr(err, "text", text)
-        return SshFailure(OTHER, f"{where.place} does not let user {where.user} run commands: {told}")
+        text = f"{where.place} does not let user {where.user} run commands: {told}"
+        return SshFailure(OTHER, text, f"does this print ok? {where.command('ssh')} echo ok")
     if "banner" in text and isinstance(err.__context__, TimeoutError):
         return timeout(where, "say a word of ssh")
     if "banner" in text or "Negotiation failed" in text or text in ("", "EOFError"):
@@ -299,8 +309,11 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
     if "Timeout" in text or "timed out" in text or "No existing session" in text:
         return timeout(where, "finish the key exchange")
     if isinstance(err, OSError):
-        return SshFailure(OTHER, f"{where.place}: {err.strerror or text}")
-    return SshFailure(OTHER, f"{where.place}: {text or name}", f"try: {where.command('ssh', '-v')}")
+        text = err.strerror or text
+    fix = f"try: {where.command('ssh', '-v')}"
+    if isinstance(err, OSError) and err.errno == errno.EMFILE:
+        fix = "raise the limit of this shell: ulimit -n 65536"
+    return SshFailure(OTHER, f"{where.place}: {text or name}", fix)
 
 
 def _of_stderr(text: str, where: Where) -> SshFailure:

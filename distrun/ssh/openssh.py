@@ -105,7 +105,9 @@ class ProxyProgram:
                 )
             except OSError as err:
                 ours.close()
-                raise SshFailure(OTHER, f"the ProxyCommand cannot be run: {err}") from err
+                raise SshFailure(
+                    OTHER, f"the ProxyCommand cannot be run: {err}", "correct it in ~/.ssh/config"
+                ) from err
 
     def end(self) -> str:
         """Make sure that it ends; return the last line that it wrote to stderr."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from distrun.formats import exact
 from distrun.options import BY_KEY
-from distrun.ssh.failure import OTHER, SshFailure, Where, known_name
+from distrun.ssh.failure import OTHER, SshFailure, Where, known_name, too_many_jumps
 from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -494,7 +494,7 @@ def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list
     if not resolved.jump:
         return ssh_arguments(target, resolved.options, resolved.connect_s, only)
     if depth >= JUMPS:
-        raise SshFailure(OTHER, f"more than {JUMPS} hosts in between (ProxyJump in a circle?)")
+        raise too_many_jumps(target.host, JUMPS)
     way = resolve(hop(resolved))
     words = [word.replace("%", "%%") for word in shell(way, named, depth + 1)]
     proxy = shlex.join([*words, "-W", "[%h]:%p", "--", way.target.host])
@@ -646,7 +646,8 @@ def _run(target: Target, *words: str) -> subprocess.CompletedProcess[bytes]:
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired:
-        raise SshFailure(OTHER, f"`ssh -G {target.host}` did not end within {ASK_S:g} s") from None
+        text = f"`ssh -G {target.host}` did not end within {ASK_S:g} s"
+        raise SshFailure(OTHER, text, "a `Match exec` of ~/.ssh/config may wait for something") from None
 
 
 def _read_files(target: Target) -> dict[str, list[str]]:
@@ -658,7 +659,7 @@ def _read_files(target: Target) -> dict[str, list[str]]:
         config = fabric.Config(runtime_ssh_path=target.config or None)
         found = config.base_ssh_config.lookup(target.host)
     except (OSError, SSHException, UnicodeDecodeError) as err:
-        raise SshFailure(OTHER, f"the ssh configuration cannot be read: {err}") from err
+        raise SshFailure(OTHER, f"the ssh configuration cannot be read: {err}", "correct ~/.ssh/config") from err
     options = {name: list(value) if isinstance(value, list) else [str(value)] for name, value in found.items()}
     for name, value in (("user", target.user), ("proxyjump", target.jump), ("identityfile", target.identity)):
         if value:

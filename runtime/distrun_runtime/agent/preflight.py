@@ -360,7 +360,9 @@ def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, byt
         PreflightFailure: it failed, took too long or told nothing; with the end of what it printed.
     """
     if done.fault == NOT_FOUND:
-        raise PreflightFailure("activation", f"--activate needs bash, and there is none on {host}")
+        raise PreflightFailure(
+            "activation", f"--activate needs bash, and there is none on {host}", "install bash there"
+        )
     if done.code is None:
         what = f"did not end within {asked.limit_s:g} s" if done.fault == TIMED_OUT else "cannot be run"
     elif done.code != 0:

@@ -372,7 +372,7 @@ def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = 
             wrong.append(str(err))
             is_full = is_full or getattr(err, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
     text = f"no private folder can be made for the job on {host}: {'; '.join(wrong)}"
-    raise PreflightFailure("disk" if is_full else "other", text)
+    raise PreflightFailure("disk" if is_full else "other", text, "make room in one of these folders, or make it yours")
 
 
 def remove_folder(folder: str) -> None:

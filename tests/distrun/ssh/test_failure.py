@@ -57,6 +57,7 @@ def test_exceptions_of_a_connection_are_told_apart(found: BaseException, kind: s
     known = classify(found, WHERE)
     assert known.kind == kind
     assert text in known.text
+    assert known.fix
 
 
 CHANGED = """\
