@@ -140,5 +140,10 @@ def test_what_hosts_lack_is_told_before_files_are_copied(lab: Site) -> None:
     assert "has no module no_such_module (train.py:2)" in done.err
     assert "-m venv ~/venv && ~/venv/bin/pip install no_such_module" in done.err
     assert lab.run("ssh", "h1", "ls", "-A", "/tmp/copied").out.split() == [".distrun-sync"]
-    done = lab.distrun(*words, "./own")  # it comes with the files
+    (lab.work / "python3").write_text('#!/bin/sh\nexec /usr/bin/env python3 "$@"\n')
+    (lab.work / "python3").chmod(0o755)
+    done = lab.distrun(*words, "--check-imports", "./python3", "train.py")  # it comes with the files
+    assert done.code == 2
+    assert "has no module no_such_module (train.py:2)" in done.err
+    done = lab.distrun(*words, "./own")
     assert (done.code, done.out) == (0, "runs\nruns\n"), done.err
