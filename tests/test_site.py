@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +133,17 @@ def test_marked_names_are_found_by_the_search_as_they_are_written(site: Path) ->
     index = (site / "search" / "search_index.json").read_text("utf-8")
     assert "DISTRUN_WORKER_ADDRESSES" in index
     assert "--sync-dst-dir" in index
+
+
+def test_search_takes_options_and_messages_as_plain_words(site: Path) -> None:
+    node = shutil.which("node") or pytest.skip("needs node on PATH")
+    typed = {"--sync-dst-dir": "sync-dst-dir", "distrun: error: -n *": "distrun error n", "~/job": "/job"}
+    stub = "class Worker { postMessage(message) { console.log(message.data.replace(/ +/g, ' ')); } }\n"
+    calls = "".join("new Worker().postMessage({type: 2, data: %s});\n" % json.dumps(query) for query in typed)
+    program = stub + (site / "search.js").read_text("utf-8") + calls
+    result = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines() == list(typed.values())
+    assert 'src="search.js"' in (site / "index.html").read_text("utf-8")
 
 
 def test_long_lines_of_code_wrap(site: Path) -> None:
