@@ -126,6 +126,9 @@ def test_a_command_for_hosts_runs_eight_workers_on_two(lab: Site) -> None:
         places = [(rank, rank // 4, rank % 4) if packed else (rank, rank % 2, rank // 2) for rank in range(8)]
         lines = ["worker-%d@h%d | rank %d of 8 local rank %d" % (rank, host + 1, rank, at) for rank, host, at in places]
         assert sorted(run_on_hosts(lab, command).out.splitlines()) == lines, command
+    (doctor,) = (command for command in COMMANDS if command.startswith("doctor "))
+    checked = lab.distrun(*shlex.split(doctor), "--sync-dst-dir", "~/job")
+    assert checked.code == 0, checked.out
 
 
 # --- docs/torch-ddp.md
