@@ -31,9 +31,8 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("--host-file", "--machinefile", "--machine-file"), ("--hostfile", "Did you mean -H FILE?")),
     **dict.fromkeys(("--cluster", "--mode"), ("--launcher", "Did you mean --launcher NAME?")),
     **dict.fromkeys(("--jobname", "--job-name"), ("--name", "Did you mean --name NAME?")),
-    "--np": ("--num-workers", "Did you mean -n N?"),
     **dict.fromkeys(
-        ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--num_nodes", "--num_processes", "--num-proc"),
+        ("--np", "--nproc_per_node", "--nproc-per-node", "--nnodes", "--num_nodes", "--num_processes", "--num-proc"),
         ("--num-workers", "Did you mean -n N, the number of all workers?"),
     ),
     "--host-ip": ("--interface", "Did you mean --interface NAME, or --subnet CIDR?"),
@@ -46,10 +45,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
         ("--master_addr", "--master_port", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint"),
         ("--num-workers", "Leave it out: workers are given MASTER_ADDR and MASTER_PORT."),
     ),
-    **dict.fromkeys(
-        ("--max-restarts", "--max_restarts"),
-        ("--num-workers", "Workers are not restarted. To launch a job again: distrun rerun JOB"),
-    ),
+    "--max-restarts": ("--num-workers", "Workers are not restarted. To launch a job again: distrun rerun JOB"),
     **dict.fromkeys(("--workdir", "--working-dir"), ("--sync-dst-dir", "Did you mean --sync-dst-dir DIR?")),
     "-x": ("--env", "Did you mean --env NAME?"),
 }
