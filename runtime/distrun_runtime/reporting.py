@@ -53,7 +53,7 @@ __all__ = ["catch_up", "meaning", "printed", "publish", "report", "watch"]
 
 
 def report(*, step: object = None, total: object = None, **values: object) -> None:
-    """Report how far the script is, for `distrun status` and the progress shown by `distrun launch`.
+    """Report how far the script is, for `distrun status`, `distrun top` and the progress shown by `distrun launch`.
 
     Call it once a step, in any process of a task, from any thread. It never raises and never waits; outside a job it
     does nothing. What is given replaces what was reported before under the same name. At most 10 reports a second are
@@ -62,9 +62,10 @@ def report(*, step: object = None, total: object = None, **values: object) -> No
     Arguments:
         step: number of steps that are done.
         total: number of steps to do. With it, progress and the remaining time are shown.
-        values: numbers by name, such as `loss=0.3`: Python's, numpy's, or arrays and tensors without dimensions. At
-            most 16, with names of at most 32 characters. NaN is shown as such. What is no number is left out. Of a
-            tensor that is not in host memory, only a value that is sent at once is read, which waits for it.
+        values: numbers by name, such as `loss=0.3`, of which charts are shown: Python's, numpy's, or arrays and tensors
+            without dimensions. At most 16, with names of at most 32 characters. NaN is shown as such. What is no number
+            is left out. Of a tensor that is not in host memory, only a value that is sent at once is read, which waits
+            for it.
     """
     with contextlib.suppress(Exception):
         reporter = _reporters.current()

@@ -490,6 +490,8 @@ class JobMeasurement:
         self._curves = Curves()
         self._drawn = 0
         """Reports that had been taken when the curves last got a point."""
+        self._is_open = False
+        """The last point is of this interval: what comes in it replaces that."""
         self._workers = {task.rank: task.name for task in plan.tasks if task.role == WORKER}
         self._pace_s = max(SNAPSHOT_S, SNAPSHOT_A_TASK_S * (len(plan.hosts) + len(plan.tasks)))
         self._look: Set[str] = set()
@@ -611,12 +613,14 @@ class JobMeasurement:
         progress = self._so_far(now)
         self._metrics.sample(now, self._interval_s, progress)
         self._draw(progress, now)
+        self._is_open = False
 
     def _draw(self, progress: Optional[Mapping[str, Any]], now: float) -> None:
         """Have the curves go on, if anything was reported since they last did."""
         if progress is not None and self._drawn != self._progress.reports:
             self._drawn = self._progress.reports
-            self._curves.add(progress["step"], now - self._began, self._progress.means())
+            self._curves.add(progress["step"], now - self._began, self._progress.means(), self._is_open)
+            self._is_open = True
 
     def _say_stalls(self) -> List[MetricsAction]:
         """Return one line for all workers that have stalled."""
@@ -662,10 +666,12 @@ class JobMeasurement:
 
     def snapshot(self, now: float) -> Dict[str, Any]:
         """Return all numbers as clients get them (docs/protocol.md, "Metrics")."""
+        progress = self._so_far(now)
+        self._draw(progress, now)  # as new as the progress
         return {
             "schema": control.METRICS_SCHEMA,
             "time": round(now + self._wall, 3),
-            "progress": self._so_far(now),
+            "progress": progress,
             "hosts": self._metrics.hosts_shown(now, self._look),
             "tasks": {task.name: self._task(task) for task in self._metrics.running},
             "store": self._metrics.store_shown(now, self._interval_s),

@@ -42,10 +42,10 @@ class Curve:
         self._count = 0
         self._last: Optional[Point] = None
 
-    def add(self, point: Point) -> None:
-        """Take the next point."""
+    def add(self, point: Point, replaces: bool = False) -> None:
+        """Take the next point, or one that `replaces` the last."""
         before, self._last = self._last, point
-        if before is None:
+        if before is None or replaces:
             return
         if not self._kept:
             self._kept.append(before)
@@ -72,12 +72,12 @@ class Curves:
     def __init__(self) -> None:
         self._curves: Dict[str, Curve] = {}
 
-    def add(self, step: Optional[float], time_s: float, values: Mapping[str, float]) -> None:
-        """Take means over the ranks. `step`: the job's; `time_s`: since its start."""
+    def add(self, step: Optional[float], time_s: float, values: Mapping[str, float], replaces: bool = False) -> None:
+        """Take means over the ranks. `step`: the job's; `time_s`: since its start; `replaces`: those that came last."""
         whole = None if step is None else int(step)
         for name, value in values.items():
             if name and (name in self._curves or len(self._curves) < VALUES):
-                self._curves.setdefault(name, Curve()).add(Point(whole, round(time_s, 1), value))
+                self._curves.setdefault(name, Curve()).add(Point(whole, round(time_s, 1), value), replaces)
 
     def shown(self) -> Dict[str, Any]:
         """Return `reports` of a snapshot."""

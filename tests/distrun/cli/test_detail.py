@@ -59,7 +59,7 @@ def test_what_another_version_measures_is_shown_as_far_as_it_is_understood(
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_what_was_reported_is_drawn_also_once_the_job_is_over(is_over: bool, folder: JobFolder) -> None:
-    reports = {"loss": [[1, 1.0, 2.0], [50, 60.0, 1.0]], "accuracy": [[50, 60.0, 0.5]]}
+    reports = {"accuracy": [[50, 60.0, 0.5]], "loss": [[1, 1.0, 2.0], [50, 60.0, 1.0]]}
     if is_over:
         folder.keep_reports(reports)
         schemas.check(json.loads((folder.path / "reports.json").read_text()), "reports")

@@ -68,6 +68,17 @@ def test_a_snapshot_has_means_of_the_ranks_whenever_one_has_reported() -> None:
     }
 
 
+def test_a_snapshot_has_what_was_reported_last_and_adds_no_points_however_often_it_is_made() -> None:
+    job, alone = (MeasuredJob(sample_plan(1, 0, ("d1",)), 10.0) for _ in range(2))
+    for step in range(60):
+        for each in (job, alone):
+            each.report("worker-0", step, 100, loss=float(step))
+            each.run_to(step + 1.0)
+        assert job.snapshot()["reports"]["loss"][-1][2] == step
+    kept, others = job.snapshot()["reports"]["loss"], alone.snapshot()["reports"]["loss"]
+    assert 6 <= len(kept) <= len(others) + 1 <= 8
+
+
 def test_curves_are_kept_each_minute_and_at_the_end_with_what_was_reported_last() -> None:
     job = MeasuredJob(sample_plan(1, 0, ("d1",)))
     job.report("worker-0", 1, 10, loss=1.0)
