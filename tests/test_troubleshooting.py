@@ -119,7 +119,7 @@ def shared(text: list[str], quote: str) -> int:
         found = begun.find(piece, at)
         if found < 0:
             ends = [length for length in range(len(piece)) if begun[at:].endswith(piece[:length])]
-            return size + max(ends) if begun != quote else 0
+            return size + max(ends) if begun != quote and max(ends) >= LEAST else 0
         at, size = found + len(piece), size + len(piece)
     return size
 
