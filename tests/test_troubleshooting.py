@@ -100,8 +100,11 @@ def errors() -> set[Site]:
 def texts(module: str) -> list[list[str]]:
     """Return the texts of a module, each without what is put into it."""
     found = []
+    parts = {id(each) for node in sources()[module] if isinstance(node, ast.JoinedStr) for each in node.values}
     for node in sources()[module]:
         match node:
+            case ast.Constant() if id(node) in parts:
+                continue
             case ast.JoinedStr():
                 text = "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values)
             case ast.Constant(str()):
