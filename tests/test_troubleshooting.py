@@ -100,8 +100,11 @@ def errors() -> set[Site]:
 def texts(module: str) -> list[list[str]]:
     """Return the texts of a module, each without what is put into it."""
     found = []
+    parts = {id(each) for node in sources()[module] if isinstance(node, ast.JoinedStr) for each in node.values}
     for node in sources()[module]:
         match node:
+            case ast.Constant() if id(node) in parts:
+                continue
             case ast.JoinedStr():
                 text = "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values)
             case ast.Constant(str()):
@@ -119,7 +122,7 @@ def shared(text: list[str], quote: str) -> int:
         found = begun.find(piece, at)
         if found < 0:
             ends = [length for length in range(len(piece)) if begun[at:].endswith(piece[:length])]
-            return size + max(ends) if begun != quote else 0
+            return size + max(ends) if begun != quote and max(ends) >= LEAST else 0
         at, size = found + len(piece), size + len(piece)
     return size
 

@@ -388,7 +388,10 @@ class Slurm(Engine):
             if self._step(handle):
                 break
             if self._srun.poll() is not None:
-                raise EngineError(f"srun has ended: {_tail(log) or self._srun.returncode}", "")
+                raise EngineError(
+                    f"srun has ended: {_tail(log) or self._srun.returncode}",
+                    "this must work here: srun --overlap hostname",
+                )
         return handle
 
     def look(self, handle: Handle) -> QueueStatus:

@@ -157,7 +157,7 @@ def chosen(tool: rsync.Tool, wanted: CopyRules, filters: Sequence[str], source: 
         return None
     names = git_files(source)
     if not tool.has("--out-format"):
-        raise SyncError(f"--sync-gitignore needs a newer rsync than {tool.program} {tool.version}")
+        raise SyncError(f"--sync-gitignore needs a newer rsync than {tool.program} {tool.version}", rsync.INSTALL)
     kept = {name for name, _ in entries(_dry_run(tool, filters, source))}
     return [name for name in names if name in kept]
 
@@ -280,7 +280,8 @@ def _ls_files(folder: bytes) -> list[bytes]:
     except FileNotFoundError as err:
         raise UsageError("--sync-gitignore needs git, which is not on this machine", "install git") from err
     except subprocess.TimeoutExpired as err:
-        raise UsageError(f"--sync-gitignore: git has not listed the files of {name} after {GIT_S:g} s") from err
+        text = f"--sync-gitignore: git has not listed the files of {name} after {GIT_S:g} s"
+        raise UsageError(text, f"see what it waits for: git -C {name} ls-files; or leave --sync-gitignore out") from err
     if result.returncode:
         words = " ".join(os.fsdecode(result.stderr).split())
         raise UsageError(

@@ -19,6 +19,7 @@ from typing import Any, Type, Union, cast
 import numpy as np
 
 from distrun_runtime.arrays import cores
+from distrun_runtime.contract import facts
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
@@ -26,7 +27,7 @@ from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import is_dist
 from distrun_runtime.store.values import row_numbers
-from distrun_runtime.trainer.agreement import SKIP, Opened, leave, open_store, updates_itself
+from distrun_runtime.trainer.agreement import SHOWN, SKIP, Opened, leave, open_store, updates_itself
 from distrun_runtime.trainer.exchange import Gradients, Sent, StoreExchange
 from distrun_runtime.trainer.model import Buffers, collect
 from distrun_runtime.trainer.parameters import Parameter
@@ -595,7 +596,8 @@ class Trainer:
         for index, one in enumerate(self._params):
             if one is parameter or parameter in (index, one.name):
                 return index
-        raise KVError(f"the trainer has no parameter {parameter!r}")
+        known = facts.listed([repr(one.name) for one in self._params], SHOWN)
+        raise KVError(f"the trainer has no parameter {parameter!r:.60}; it has {known}")
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -64,6 +64,8 @@ def test_a_job_file_is_launched_and_its_record_again_with_other_options(job: Dis
     records = [json.loads((folder / "request.json").read_text()) for folder in job.jobs]
     assert [record["given"]["workers"] for record in records] == ["2", "1", "1"]
     assert "s3cret" not in json.dumps(records)
+    (job.jobs[0] / "request.json").write_text(json.dumps({**records[0], "cwd": "/nowhere"}))
+    assert b"hint: make that folder again" in job.answer("rerun", job.jobs[0].name).stderr
 
 
 def test_what_print_config_prints_is_a_job_file_and_nothing_starts(job: Distrun) -> None:

@@ -416,6 +416,8 @@ def test_assigned_weights_reach_store_and_masters() -> None:
         one.grad = np.ones(2, np.float16)
         trainer.step(devices)
         one.data[...] = 9
+        with pytest.raises(KVError, match="has no parameter 'v'; it has 'w'"):
+            trainer.assign(["v"])
         trainer.assign(["w"])
         assert (one.list_data()[-1] == 9).all()
         one.grad = np.ones(2, np.float16)
