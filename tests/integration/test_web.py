@@ -168,7 +168,9 @@ def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, b
         assert "accuracy, last 0.8404, min 0.08  max 0.8404" in labels
         browser.until("document.querySelectorAll('#usage canvas').length === 4")
         browser.look(1600, 1000)
-        browser.value("picture = () => document.querySelector('#reports canvas').toDataURL(), before = picture(), true")
+        browser.value(
+            "picture = () => document.querySelectorAll('#reports canvas')[1].toDataURL(), before = picture(), true"
+        )
         browser.look(1600, 1000, "dark")
         browser.until("picture() !== before")
         browser.value("before = picture(), at('axis').value = 'times', at('axis').dispatchEvent(new Event('change'))")
