@@ -281,13 +281,13 @@ Point = tuple[Union[int, None], float, float]
 
 
 def curves(value: object) -> dict[str, tuple[Point, ...]]:
-    """Return the curves of what scripts report, by name; what is no point is left out, and a curve without any."""
+    """Return the curves of what scripts report, the loss first. What is no point is left out, as is an empty curve."""
     found = {}
     for name, told in members(value).items():
         rows = [each for each in told if isinstance(each, list) and len(each) == 3] if isinstance(told, list) else []
         points = [(whole(step), finite(time_s), number(each)) for step, time_s, each in rows]
         found[name] = tuple((step, at, each) for step, at, each in points if at is not None and each is not None)
-    return {name: points for name, points in found.items() if points}
+    return {name: found[name] for name in sorted(found, key=lambda name: (name != "loss", name)) if found[name]}
 
 
 _BY_TYPE: Mapping[object, Callable[[object], object]] = {

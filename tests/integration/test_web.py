@@ -169,7 +169,7 @@ def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, b
         browser.until("document.querySelectorAll('#usage canvas').length === 4")
         browser.look(1600, 1000)
         browser.value(
-            "picture = () => document.querySelectorAll('#reports canvas')[1].toDataURL(), before = picture(), true"
+            "picture = () => document.querySelectorAll('#reports canvas')[0].toDataURL(), before = picture(), true"
         )
         browser.look(1600, 1000, "dark")
         browser.until("picture() !== before")
