@@ -68,7 +68,8 @@ def test_every_relative_link_leads_to_a_file_and_its_heading(page: Path) -> None
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
         assert file.exists(), "%s links to %s" % (page.name, target)
-        assert not anchor or anchor in anchors(file), "%s links to %s" % (page.name, target)
+        is_picture = file.suffix == ".png" and anchor in ("only-light", "only-dark")  # by these the theme chooses
+        assert not anchor or is_picture or anchor in anchors(file), "%s links to %s" % (page.name, target)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -31,7 +31,7 @@ Values = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """What a user wants to see of the tasks and hosts."""
 
     wanted: str = ""
@@ -45,7 +45,7 @@ def jobs(models: Sequence[Model], now: float) -> dict[str, Any]:
     return {"jobs": rows.jobs(models, ROOM, now).as_json(), "ids": [model.job.id for model in models]}
 
 
-def job(model: Model, choice: Choice, usage: Usage, now: float) -> dict[str, Any]:
+def job(model: Model, choice: RowChoice, usage: UsagePlots, now: float) -> dict[str, Any]:
     """Return one job. `now`: wall clock, seconds."""
     found, since_s = model.job, view.since(model, now)
     tasks = rows.task_rows(model.tasks.values(), choice.wanted, choice.order, choice.is_folded)
@@ -119,7 +119,7 @@ CHARTS = (
 NAMES = tuple(name for _, _, series in CHARTS for _, name in series)
 
 
-class Usage:
+class UsagePlots:
     """What a job uses, over its whole time: cores, memory, network, pushes and pulls.
 
     Arguments:

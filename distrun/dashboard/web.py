@@ -29,7 +29,7 @@ from distrun import remote_jobs
 from distrun.dashboard import page, rows
 from distrun.dashboard.feed import JobFeed
 from distrun.dashboard.model import Model
-from distrun.dashboard.page import Choice, Usage
+from distrun.dashboard.page import RowChoice, UsagePlots
 from distrun.dashboard.source import FrameSource
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
@@ -67,7 +67,7 @@ WATCHED = 8
 """Jobs that are followed at most."""
 
 
-class _Answer(HttpAnswer):
+class _PageAnswer(HttpAnswer):
     """One connection."""
 
     server: DashboardPort
@@ -119,7 +119,7 @@ class DashboardPort(HttpPort):
     """
 
     def __init__(self, read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder], port: int = 0) -> None:
-        super().__init__(facts.LOOPBACK, port, _Answer)
+        super().__init__(facts.LOOPBACK, port, _PageAnswer)
         self.token = secrets.token_urlsafe(32)
         self._read, self._find = read, find
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class DashboardPort(HttpPort):
                 return 200, self._jobs()
             if path == "/api/job":
                 order = asked.get("order", "")
-                choice = Choice(
+                choice = RowChoice(
                     asked.get("only", ""), order if order in rows.SORTS else rows.SORTS[0], bool(asked.get("fold"))
                 )
                 return 200, self._watch(asked.get("id", "")).page(choice)
@@ -193,12 +193,12 @@ class _WatchedJob:
         self.asked_at = 0.0
         self._source = FrameSource(folder)
         self._feed = JobFeed(folder, self._source)
-        self._usage = Usage(folder.samples())
+        self._usage = UsagePlots(folder.samples())
         self._lock = threading.Lock()
         self._is_closed = False
         self._source.start(None, has_events=not remote_jobs.is_elsewhere(folder))
 
-    def page(self, choice: Choice) -> dict[str, Any]:
+    def page(self, choice: RowChoice) -> dict[str, Any]:
         """Return what is known of the job now."""
         with self._lock:
             if self._is_closed:

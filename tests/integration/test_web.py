@@ -6,22 +6,17 @@ import contextlib
 import json
 import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import snapshots
 from browser import Browser
 from distrun_cli import TIMEOUT_S, Distrun, wait_until
-from fakecoordinator import Coordinator
-from sample_plan import sample_plan
+from recordedpage import JOB, recorded
 
 from distrun.dashboard.web import DashboardPort
-from distrun_runtime.contract import session
-from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.coordinator.jobstore import JobStore
 
 NAME = "<img src=x onerror=document.body.remove()>"
@@ -166,33 +161,22 @@ def test_a_real_job_is_found_in_the_list_followed_and_shown_after_its_end_whatev
 
 @pytest.mark.slow
 def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, browser: Browser) -> None:
-    folder = JobStore(tmp_path).create(sample_plan(job="calm-otter-7f3"))
-    folder.write_control(str(tmp_path / "socket"))
-    points = [[10 * number, float(number), 2.0 / (1 + number)] for number in range(100)]
-    state = {"type": "state", "state": snapshots.state(6, created=rfc3339(time.time() - 100))}
-
-    def answers(kind: str) -> list[bytes]:
-        told = {**snapshots.metrics(6), "reports": {"loss": points, "<b>x</b>": [[None, 1.0, "nan"], [None, 2.0, 1]]}}
-        return [session.encode(state), session.encode({"type": "metrics", "metrics": told})] * (kind == "subscribe")
-
-    Coordinator(tmp_path / "socket", "calm-otter-7f3", answers)
-    port = DashboardPort(list, JobStore(tmp_path).find)
-    port.start()
-    try:
-        browser.open(port.address("calm-otter-7f3"))
-        browser.until("document.querySelectorAll('#reports canvas').length === 2")
+    with recorded(tmp_path) as port:
+        browser.open(port.address(JOB))
+        browser.until("document.querySelectorAll('#reports canvas').length === 4")
         labels = browser.value("[...document.querySelectorAll('#reports .plot')].map((each) => each.ariaLabel)")
-        assert sorted(labels) == ["<b>x</b>, last 1, min 1  max 1", "loss, last 0.02, min 0.02  max 2"]
+        assert "accuracy, last 0.8404, min 0.08  max 0.8404" in labels
         browser.until("document.querySelectorAll('#usage canvas').length === 4")
         browser.look(1600, 1000)
-        browser.value("picture = () => document.querySelector('#reports canvas').toDataURL(), before = picture(), true")
+        browser.value(
+            "picture = () => document.querySelectorAll('#reports canvas')[0].toDataURL(), before = picture(), true"
+        )
         browser.look(1600, 1000, "dark")
         browser.until("picture() !== before")
-        browser.value("at('axis').value = 'times', at('axis').dispatchEvent(new Event('change')), true")
-        browser.until("document.querySelectorAll('#reports canvas').length === 2")
+        browser.value("before = picture(), at('axis').value = 'times', at('axis').dispatchEvent(new Event('change'))")
+        browser.until("picture() !== before")
+        assert browser.value("document.querySelector('figure b')") is None
         assert browser.complaints == []
-    finally:
-        port.close()
     browser.until("document.getElementById('link').innerText === 'no answer'")
     assert browser.value("document.querySelectorAll('#tasks tbody tr').length") == 9, "what was shown stays"
 

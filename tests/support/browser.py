@@ -29,8 +29,13 @@ class Browser:
         its_in, self._out = os.pipe()
         self._in, its_out = os.pipe()
         argv = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        argv += ["--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
-        argv += [f"--user-data-dir={folder}", "about:blank"]
+        argv += [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+        ]
+        argv += ["--hide-scrollbars", f"--user-data-dir={folder}", "about:blank"]
         # The browser reads messages from descriptor 3 and writes them to 4.
         shell = f'exec 3<&{its_in} 4>&{its_out}; exec "$@"'
         with (folder.parent / "browser.log").open("wb") as log:

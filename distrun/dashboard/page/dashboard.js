@@ -302,6 +302,7 @@ function colour(name) {
 
 function draw(figure, parent, told, isSteps, data) {
   const side = { stroke: colour("dim"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const isSize = told.unit.startsWith("B");
   const isAlone = (plot, number) => plot.data[number].filter((value) => value !== null).length < 2; // no line shows it
   const lines = told.series.map((_, number) => ({ stroke: colour(`line-${number + 1}`), width: 1.6, dash: number ? [5, 4] : [], points: { show: isAlone } }));
   const setCursor = (plot) => {
@@ -314,7 +315,7 @@ function draw(figure, parent, told, isSteps, data) {
     scales: { x: { time: false }, y: { range: told.unit ? (_, low, high) => [0, high > 0 ? high * 1.05 : 1] : padded } },
     axes: [
       { ...side, values: (_, ticks) => ticks.map((tick) => (isSteps ? amount(tick, "") : clock(tick))), incrs: isSteps ? WHOLE : CLOCK, space: 70, size: 26 },
-      { ...side, values: (_, ticks) => ticks.map((tick) => amount(tick, told.unit.replace("/s", ""))), incrs: told.unit.startsWith("B") ? BINARY : undefined, size: 60, gap: 6 },
+      { ...side, values: (_, ticks) => ticks.map((tick) => amount(tick, told.unit.replace("/s", ""))), incrs: isSize ? BINARY : undefined, size: isSize ? 58 : 46, gap: 6 },
     ],
     series: [{}, ...lines],
     hooks: { setCursor: [setCursor] },

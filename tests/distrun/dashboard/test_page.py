@@ -8,7 +8,7 @@ import snapshots
 
 from distrun.dashboard import page
 from distrun.dashboard.model import Model
-from distrun.dashboard.page import Choice, Usage
+from distrun.dashboard.page import RowChoice, UsagePlots
 from distrun_runtime.contract.dataclass import rfc3339
 
 NOW = snapshots.NOW
@@ -22,9 +22,9 @@ def model(tasks: int = 6, **metrics: object) -> Model:
     return made
 
 
-def shown(made: Model, choice: Choice | None = None, usage: Usage | None = None) -> dict:
+def shown(made: Model, choice: RowChoice | None = None, usage: UsagePlots | None = None) -> dict:
     """Return what is sent: strict JSON."""
-    value = page.job(made, choice or Choice(), usage or Usage([]), NOW)
+    value = page.job(made, choice or RowChoice(), usage or UsagePlots([]), NOW)
     return json.loads(json.dumps(value, allow_nan=False))
 
 
@@ -41,7 +41,7 @@ def test_tables_have_the_words_of_top_problems_first() -> None:
 
 
 def test_a_user_chooses_words_an_order_and_folding() -> None:
-    found = shown(model(40), Choice("worker running", "task", is_folded=True))
+    found = shown(model(40), RowChoice("worker running", "task", is_folded=True))
     assert [row[0] for row in found["tasks"]["rows"]] == ["worker-[0,2,6-39]"]
 
 
@@ -60,7 +60,7 @@ def test_reports_are_plotted_over_steps_unless_these_went_back() -> None:
 
 def test_what_a_job_uses_is_plotted_from_samples_then_history_then_what_came() -> None:
     samples = [{"time": rfc3339(NOW - each), "rss": 2.0**30, "net_rx": 1.0, "net_tx": 2.0} for each in (600, 125)]
-    usage = Usage(samples)
+    usage = UsagePlots(samples)
     usage.take(model())
     usage.take(model())
     found = {chart["name"]: chart for chart in shown(model(), usage=usage)["charts"]}
@@ -73,14 +73,14 @@ def test_what_a_job_uses_is_plotted_from_samples_then_history_then_what_came() -
 
 
 def test_plots_of_a_long_job_keep_their_ends_and_get_coarser() -> None:
-    usage = Usage({"time": rfc3339(NOW - 60 * each), "cpu": float(each)} for each in range(20_000, 0, -1))
+    usage = UsagePlots({"time": rfc3339(NOW - 60 * each), "cpu": float(each)} for each in range(20_000, 0, -1))
     (chart,) = usage.charts(NOW - 60 * 20_000)
     assert page.POINTS / 2 <= len(chart["times"]) <= page.POINTS
     assert (chart["times"][0], chart["times"][-1]) == (0.0, 60.0 * 19_999)
 
 
 def test_a_job_that_is_over_has_no_time_left_and_its_numbers_are_not_taken() -> None:
-    made, usage = model(), Usage([])
+    made, usage = model(), UsagePlots([])
     made.take("state", {"state": snapshots.state(6, state="failed", finished=snapshots.moment(NOW))}, NOW)
     made.settle(NOW)
     usage.take(made)
