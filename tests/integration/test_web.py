@@ -65,7 +65,7 @@ def serve(distrun: Distrun) -> Iterator[Callable[..., Served]]:
 
     yield start
     for each in made:
-        each.process.kill()
+        each.process.terminate()
         each.process.wait()
 
 
