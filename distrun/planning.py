@@ -367,6 +367,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         gpus_per_worker=request.gpus_per_worker,
         forward_signals=request.forward_signals,
         program=next(iter(formats.python_words(request.command, request.shell)), ""),
+        script=formats.python_script(request.command, request.shell),
         imports=setup.imports,
     )
     return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))

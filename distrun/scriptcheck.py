@@ -7,13 +7,12 @@ script imports is found here, too (`--check-imports`), and agents look whether h
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import warnings
 from collections.abc import Iterator, Mapping
 
 from distrun.errors import PlacedError, UsageError
-from distrun.formats import PYTHON, python_words
+from distrun.formats import python_script, python_words
 from distrun.hosts.grammar import Finding
 from distrun.request import JobRequest, given
 from distrun_runtime.contract.plan import WORKER
@@ -37,7 +36,7 @@ def check(request: JobRequest) -> str:
     Raises:
         UsageError: it is certain that the workers could not run it.
     """
-    script = _script(request)
+    script = python_script(request.command, request.shell)
     is_here = request.launcher == "local"
     is_inside = not os.path.isabs(script) and not os.path.normpath(script).startswith("..")
     is_copied = bool(request.sync_rules and request.sync_dst_dir) and is_inside
@@ -62,21 +61,6 @@ def check(request: JobRequest) -> str:
     if request.dry_run:
         return str(wrong)
     raise wrong
-
-
-def _script(request: JobRequest) -> str:
-    """Return the script of `python [options] SCRIPT ...`; empty if the command is something else. No side effects."""
-    words = iter(python_words(request.command, request.shell))
-    if not re.match(PYTHON, next(words, "")):
-        return ""
-    for word in words:
-        if not word.startswith("-"):
-            return word
-        if word in ("-W", "-X", "--check-hash-based-pycs"):
-            next(words, "")
-        elif word == "-" or (not word.startswith("--") and re.search("[cmhV?]", word)):
-            return ""
-    return ""
 
 
 def _near(path: str) -> str:
@@ -123,7 +107,7 @@ def imports(request: JobRequest) -> Mapping[str, str]:
     """
     import ast  # only when it is asked for
 
-    script = _script(request)
+    script = python_script(request.command, request.shell)
     path = os.path.join(request.cwd, script)
     try:
         with open(path, "rb") as file, warnings.catch_warnings():

@@ -26,7 +26,7 @@ def folder(distrun: Distrun) -> Distrun:
 
 @pytest.mark.parametrize("words", [LOCAL, COPIED])
 def test_a_script_that_is_not_there_is_told_with_one_of_a_near_name(words: tuple[str, ...], folder: Distrun) -> None:
-    done = folder.answer(*words, sys.executable, "-u", "-W", "ignore", "trian.py", "--lr", "1")
+    done = folder.answer(*words, sys.executable, "-uW", "ignore", "trian.py", "--lr", "1")
     assert done.returncode == 2
     assert b"there is no trian.py in " in done.stderr
     assert b"did you mean train.py?" in done.stderr
@@ -71,6 +71,15 @@ def test_other_commands_are_not_looked_at(command: tuple[str, ...], folder: Dist
 def test_a_script_that_setup_brings_is_not_missed(folder: Distrun) -> None:
     done = folder.run(*LOCAL, "--no-prefix", "--setup", "cp train.py new.py", sys.executable, "new.py")
     assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
+
+
+def test_a_script_that_activation_might_bring_is_looked_for_after_it(folder: Distrun) -> None:
+    words = (*LOCAL, "--no-prefix", "--activate", "cp train.py one.py", sys.executable)
+    done = folder.run(*words, "tow.py")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"there is no tow.py in {folder.work} on ".encode() in done.stderr
+    assert b"-> did you mean one.py?" in done.stderr
+    assert folder.run(*words, "one.py").stdout == b"trained\n"
 
 
 def test_a_program_that_is_not_there_is_told_with_one_of_a_near_name(folder: Distrun) -> None:
@@ -145,5 +154,9 @@ def test_what_hosts_lack_is_told_before_files_are_copied(lab: Site) -> None:
     done = lab.distrun(*words, "--check-imports", "./python3", "train.py")  # it comes with the files
     assert done.code == 2
     assert "has no module no_such_module (train.py:2)" in done.err
+    done = lab.distrun(*words[:5], "-H", lab.hosts_file("h1 workdir=/tmp", "h2 workdir=/tmp"), "python3", "train.py")
+    assert done.code == 2
+    assert "h1, h2  script  there is no train.py in /tmp on HOST" in done.err
+    assert "-> copy it there with --sync-dst-dir DIR, or mount it" in done.err
     done = lab.distrun(*words, "./own")
     assert (done.code, done.out) == (0, "runs\nruns\n"), done.err

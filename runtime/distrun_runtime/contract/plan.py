@@ -218,6 +218,8 @@ class Plan(NamedTuple):
     `process.TASKS_SIGNALS`."""
     program: str = ""
     """What the command runs first, as typed: looked for on each host before files are copied. Empty: not known."""
+    script: str = ""
+    """The script that `program`, a Python, runs, as typed: looked for on each host, too. Empty: none, or not known."""
     imports: Mapping[str, str] = _NONE
     """Modules that its script imports, and where (`train.py:3`): `program`, a Python, is asked whether it has them."""
     version: int = VERSION
