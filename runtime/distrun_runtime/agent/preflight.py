@@ -136,15 +136,12 @@ def _may_be_copied(share: Share) -> bool:
         return True
     found = [path for path in plan.sync.activated if is_copied(path, plan)]
     for task in plan.tasks:
-        if task.needs:
-            env = share.environment(task, task.env)
+        if task.needs or plan.imports:
+            env, program = share.environment(task, task.env), task.argv[0] if task.needs else plan.program
             lists = [env.get(name, b"").split(b":") for name in (b"PATH", b"PYTHONPATH")]
             named = [os.fsdecode(path) for paths in lists for path in paths if path]
-            named += [task.argv[0]] if "/" in task.argv[0] else []
+            named += [program] if "/" in program else []
             found += [path for path in named if is_copied(path, plan)]
-        elif plan.imports:
-            name, env = os.path.expanduser(exact(plan.program)), share.environment(task, task.env)
-            found += [path for path in map(os.fsdecode, programs(name, task.cwd, env)) if is_copied(path, plan)]
     return bool(found)
 
 
@@ -425,6 +422,9 @@ if sys.version_info >= (3, 10):
             found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
 {_TELL}"""
 _FIND = f"""\
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]  # a script has its own folder there, not the working directory
 {_ABOUT}
     def is_missing(name):
         try:
@@ -631,6 +631,7 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
         PreflightFailure: it, its script or a module is not there (kinds `facts.PROGRAM`, `SCRIPT` and `IMPORT`).
     """
     plan, seen = share.plan, set()
+    coming = plan.sync if may_come else None
     for task in plan.tasks:
         if task.needs:
             continue
@@ -641,8 +642,8 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
         seen.add(paths)
         if any(map(os.path.exists, paths)):
             script = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script))
-            may_come_too = may_come and is_copied(os.fsdecode(script), plan)
-            if plan.script and not os.path.exists(script) and not may_come_too:
+            comes = coming is not None and is_copied(os.fsdecode(script), plan)
+            if plan.script and not comes and not os.path.exists(script):
                 where = "" if os.path.isabs(plan.script) else f" in {task.cwd}"
                 fix = "copy it there with --sync-dst-dir DIR, or mount it" * (plan.backend != "local")
                 text = f"there is no {plan.script}{where} on {share.host}"
@@ -650,9 +651,10 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
             if plan.imports:
                 asked = command(name, tuple(plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
                 _check_imports(share, _parsed((yield asked)) or {})
-        elif not (may_come and any(is_copied(os.fsdecode(path), plan) for path in paths)):
+        elif coming is None or coming.lacks_program or not any(is_copied(os.fsdecode(path), plan) for path in paths):
             shown, equals, _ = plan.program.partition("=")  # of an assignment only the name: its value may be a secret
             where = "" if b"/" in name else " (in no folder of the tasks' PATH)"
+            where = ", and the files that are copied have none" if coming and coming.lacks_program else where
             text = f"there is no program {shown}{'=...' if equals else ''} on {share.host}{where}"
             brings = "install it there, give its path, or put its folder on PATH by --activate"
             raise PreflightFailure(facts.PROGRAM, text, "" if equals else _near(plan.program, paths) or brings)

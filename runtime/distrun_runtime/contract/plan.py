@@ -170,6 +170,8 @@ class Sync(NamedTuple):
     the copy, else before it."""
     activated: Tuple[str, ...] = ()
     """Folders of environments that are activated, as typed: one that is below `Plan.cwd` comes with the files."""
+    lacks_program: bool = False
+    """`Plan.program` is a relative path, and no such file is copied: only a host may have it."""
 
 
 class Plan(NamedTuple):
