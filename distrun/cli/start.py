@@ -95,7 +95,8 @@ def _folder() -> Path:
 def _python() -> str:
     """Return how the job calls the interpreter that runs distrun: by its name if that finds it, else by its path."""
     found = shutil.which(PYTHON)
-    return PYTHON if found and os.path.dirname(found) == os.path.dirname(sys.executable) else sys.executable
+    is_here = bool(found) and os.path.dirname(str(found)) == os.path.dirname(sys.executable)
+    return PYTHON if is_here and os.path.samefile(str(found), sys.executable) else sys.executable
 
 
 def _suggest(*lines: tuple[str, str]) -> None:
