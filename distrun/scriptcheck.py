@@ -16,6 +16,7 @@ from distrun.errors import PlacedError, UsageError
 from distrun.formats import python_script, python_words
 from distrun.hosts.grammar import Finding
 from distrun.request import JobRequest, given
+from distrun_runtime.agent.preflight import NAMES
 from distrun_runtime.contract.plan import WORKER
 
 LIMIT_S = 20.0
@@ -69,7 +70,7 @@ def _near(path: str) -> str:
 
     folder, name = os.path.split(path)
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names[:NAMES], n=1)
     return f"did you mean {near[0]}?" if near else "name a script that is there, or change to its folder"
 
 

@@ -522,7 +522,7 @@ class JobMeasurement:
         if not self._metrics.hosts:
             return []
         self._draw(self._so_far(now), now)
-        return [*self._say_stalls(), *self._keep(now)]
+        return self._keep(now)
 
     # ------------------------------------------------------------------ what comes
 
