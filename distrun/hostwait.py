@@ -22,6 +22,8 @@ from distrun_runtime.contract.facts import duration
 
 RETRY_S = 5.0
 """Between two looks."""
+FIRST_S = 60.0
+"""How long the first look may take at least: hosts that are up are found up, however short the time is."""
 END_S = 5.0
 """How long a look may take to end when the time is over."""
 DOWN = ("dns", "refused", "timeout", "unreachable", "busy")
@@ -50,9 +52,9 @@ def wait(request: JobRequest, used: Sequence[str], say: Callable[[str, str], Non
     """
     limit_s = request.wait_for_hosts_s
     asked, until, told = question(request), time.monotonic() + limit_s, ""
-    down = dict.fromkeys(used, "no answer")
+    down, look_s = dict.fromkeys(used, "no answer"), max(limit_s, FIRST_S)
     while True:
-        down = _down(*asked, max(0.0, until - time.monotonic()), used, down)
+        down = _down(*asked, look_s, used, down)
         if not down:
             return
         names, why = fold(list(down)), next(iter(down.values()))
@@ -66,6 +68,7 @@ def wait(request: JobRequest, used: Sequence[str], say: Callable[[str, str], Non
             told = names
             say(f"waiting for {names}: {why}", "info")
         time.sleep(min(RETRY_S, left_s))
+        look_s = max(0.0, until - time.monotonic())
 
 
 def _down(

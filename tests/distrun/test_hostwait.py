@@ -62,7 +62,16 @@ def test_a_host_that_refuses_the_login_is_not_waited_for(ssh: FakeSsh) -> None:
     assert wait(60) == []
 
 
-def test_a_look_that_the_time_ends_counts_as_no_answer_and_leaves_nothing(ssh: FakeSsh, tmp_path: Path) -> None:
+def test_hosts_that_are_up_are_found_up_however_short_the_time_is(ssh: FakeSsh) -> None:
+    ssh.does()
+    assert wait(0.01) == []
+    assert ssh.calls
+
+
+def test_a_look_that_the_time_ends_counts_as_no_answer_and_leaves_nothing(
+    ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostwait, "FIRST_S", 3.0)
     ssh.does(f"echo $$ >>{tmp_path}/pids; exec sleep 1000")
     with pytest.raises(PreflightError, match=r"not up after 3 s: d1 \(no answer\)"):
         wait(3.0)
