@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -177,8 +178,9 @@ class FrameSource:
             self._tell("link", why=str(err))
             return facts.RUNNING
         self._tell("state", state=state)
-        if state["state"] not in facts.GOING:
-            self._tell("reports", reports=self._folder.reports())
+        kept = self._folder.reports() if state["state"] not in facts.GOING else {}
+        if kept:  # else what came from the coordinator stays, as for a job of another host
+            self._tell("reports", reports=kept)
         if state["state"] in facts.OVER:
             with contextlib.suppress(JobStoreError):
                 outcome = self._folder.outcome()
@@ -215,7 +217,7 @@ def number(value: object) -> float | None:
     if type(value) is float:  # first: most are, and a job has thousands
         return value
     if type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < sys.float_info.max else None
     if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf"):
         return float(value)
     return None
