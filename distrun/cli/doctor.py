@@ -149,7 +149,7 @@ def engine_rows(backend: QueueBackend) -> list[CheckRow]:
     found = [
         CheckRow(HERE, backend.name, OK, each.text)
         if each.ok
-        else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
+        else CheckRow(HERE, backend.name, BAD, each.text, each.fix or f"see docs/{backend.name}.md")
         for each in examined(backend.engine)
     ]
     own = address.own()

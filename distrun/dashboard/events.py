@@ -245,7 +245,7 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
     known = source.known(ProgressView, told)
     rate, eta_s, slowest = (known[name] for name in ("rate", "eta_s", "slowest"))
     steps = _steps(tasks, known["step"] or 0)
-    behind = _behind(steps, rate or 0.0)
+    behind = {} if rate is None else _behind(steps, rate)  # before it is known, any difference would be large
     is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
     if not is_stalled:
         late = {name for name, each in tasks.items() if each.get("condition") == facts.STRAGGLER}.union(behind)

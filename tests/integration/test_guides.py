@@ -111,5 +111,8 @@ def test_commands_of_the_guide_to_hosts_print_what_it_shows(lab: Site) -> None:
         done = lab.run("bash", "-c", command)
         return done.out + done.err
 
-    ours = ("distrun launch", f"{sys.executable} -m distrun launch"), ("python3 train.py", f"{sys.executable} train.py")
+    ours = (
+        ("distrun launch", f"{sys.executable} -m distrun launch"),
+        ("--activate venv:~/venv python3 train.py", f"{sys.executable} train.py"),
+    )
     check("several-hosts", run, *ours)

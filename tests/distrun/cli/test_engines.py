@@ -30,7 +30,7 @@ def rows(*findings: CheckResult) -> list[tuple[str, str, str]]:
 def test_a_fix_is_shown_only_of_what_is_missing() -> None:
     there, missing = CheckResult(True, "controller: up", "ask"), CheckResult(False, "controller: down", "ask")
     assert rows(there, missing) == [("ok", "controller: up", ""), ("bad", "controller: down", "ask")]
-    assert rows(CheckResult(False, "no queue")) == [("bad", "no queue", "see the page on it")]
+    assert rows(CheckResult(False, "no queue")) == [("bad", "no queue", "see docs/folderqueue.md")]
 
 
 def test_an_engine_that_does_not_answer_is_a_finding() -> None:

@@ -58,3 +58,8 @@ def test_a_rate_is_no_longer_than_it_has_to_be(rate: float, text: str) -> None:
 def test_of_ranks_that_are_as_far_as_the_others_none_is_the_slowest(behind: int, told: str) -> None:
     tasks = {f"worker-{rank}": {"report": {"step": 1200 + behind * (1 - rank)}} for rank in range(2)}
     assert events.slowest(of(tasks)) == told
+
+
+def test_before_the_jobs_speed_is_known_no_rank_is_behind() -> None:
+    tasks = {f"worker-{rank}": {"report": {"step": 37 - 5 * rank}} for rank in range(2)}
+    assert not of(tasks, step=32, rate=None).behind
