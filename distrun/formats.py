@@ -269,6 +269,21 @@ def python_words(words: Sequence[str], shell: bool | None = None) -> Sequence[st
     return found if is_plain and found and re.match(PYTHON, found[0]) else ()
 
 
+def python_script(words: Sequence[str], shell: bool | None = None) -> str:
+    """Return the script of a command `python [options] SCRIPT ...`; empty if it is something else. No side effects."""
+    rest = iter(python_words(words, shell))
+    if not re.match(PYTHON, next(rest, "")):
+        return ""
+    for word in rest:
+        if not word.startswith("-"):
+            return word
+        if re.fullmatch("-[bBdEiIOPqRsSuv]*[WX]|--check-hash-based-pycs", word):
+            next(rest, "")
+        elif word == "-" or (not word.startswith("--") and re.search("[cmhVx?]", word)):
+            return ""
+    return ""
+
+
 def quiet(shell: str) -> str:
     """Return how to keep a login shell, a path or empty, from printing where there is no terminal. No side effects."""
     name = shell.rpartition("/")[2]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from distrun.errors import PreflightError
+from distrun.fleet.questions import HELLO_EACH_S
 from distrun.hosts.parse import FILES
 from distrun.hosts.ranges import fold
 from distrun.options import HOSTS
@@ -22,6 +23,9 @@ from distrun_runtime.contract.facts import duration
 
 RETRY_S = 5.0
 """Between two looks."""
+FIRST_S = 100.0
+"""How long the first look may take, however short the time is, and HELLO_EACH_S more for each host: so long it may take
+where hosts are up."""
 END_S = 5.0
 """How long a look may take to end when the time is over."""
 DOWN = ("dns", "refused", "timeout", "unreachable", "busy")
@@ -50,14 +54,13 @@ def wait(request: JobRequest, used: Sequence[str], say: Callable[[str, str], Non
     """
     limit_s = request.wait_for_hosts_s
     asked, until, told = question(request), time.monotonic() + limit_s, ""
-    down = dict.fromkeys(used, "no answer")
+    down, look_s = dict.fromkeys(used, "no answer"), max(limit_s, FIRST_S + HELLO_EACH_S * len(used))
     while True:
-        down = _down(*asked, max(0.0, until - time.monotonic()), used, down)
+        down = _down(*asked, look_s, used, down)
         if not down:
             return
         names, why = fold(list(down)), next(iter(down.values()))
-        left_s = until - time.monotonic()
-        if left_s <= 0:
+        if (left_s := until - time.monotonic()) <= 0:
             raise PreflightError(
                 f"--wait-for-hosts: not up after {duration(limit_s)}: {names} ({why})",
                 "distrun doctor with the same hosts says more",
@@ -66,6 +69,7 @@ def wait(request: JobRequest, used: Sequence[str], say: Callable[[str, str], Non
             told = names
             say(f"waiting for {names}: {why}", "info")
         time.sleep(min(RETRY_S, left_s))
+        look_s = max(0.0, until - time.monotonic())
 
 
 def _down(

@@ -315,6 +315,8 @@ def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inve
     tree = scan(request.cwd, rules)
     if backend.copies_over_channels:
         check_channel_size(tree)
+    program = formats.python_words(request.command, request.shell)[:1]
+    is_relative = "/" in "".join(program) and not program[0].startswith(("/", "~")) and not rules.extra
     top = [*os.listdir(request.cwd), *(each.name.partition("/")[0] for each in rules.extra)]
     return tree, Sync(
         request.cwd,
@@ -324,6 +326,7 @@ def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inve
         "" if request.dry_run else identity(request.cwd),
         brings=may_bring(request, hosts.specs, top),
         activated=request.activated or (),
+        lacks_program=is_relative and not os.path.exists(os.path.join(request.cwd, program[0])),
     )
 
 
@@ -367,6 +370,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         gpus_per_worker=request.gpus_per_worker,
         forward_signals=request.forward_signals,
         program=next(iter(formats.python_words(request.command, request.shell)), ""),
+        script=formats.python_script(request.command, request.shell),
         imports=setup.imports,
     )
     return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))

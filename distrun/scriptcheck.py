@@ -10,12 +10,13 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from distrun.errors import PlacedError, UsageError
-from distrun.formats import PYTHON, python_words
+from distrun.formats import python_script, python_words
 from distrun.hosts.grammar import Finding
 from distrun.request import JobRequest, given
+from distrun_runtime.agent.preflight import NAMES
 from distrun_runtime.contract.plan import WORKER
 
 LIMIT_S = 20.0
@@ -37,7 +38,7 @@ def check(request: JobRequest) -> str:
     Raises:
         UsageError: it is certain that the workers could not run it.
     """
-    script = _script(request)
+    script = python_script(request.command, request.shell)
     is_here = request.launcher == "local"
     is_inside = not os.path.isabs(script) and not os.path.normpath(script).startswith("..")
     is_copied = bool(request.sync_rules and request.sync_dst_dir) and is_inside
@@ -52,7 +53,7 @@ def check(request: JobRequest) -> str:
         wrong = UsageError(f"there is no {script} in {request.cwd}, where the job starts", _near(path))
         if is_copied:
             wrong = UsageError(f"there is no {script} in {request.cwd}, which is copied to the hosts", _near(path))
-    elif os.path.isfile(path) and (finding := _syntax(path, script)) is not None:
+    elif (finding := _syntax(path, script)) is not None:
         if not is_here or request.activate:  # Which Python that brings is not known.
             return f"{finding.head} (by this Python)"
         if _fails(request, path):
@@ -64,42 +65,36 @@ def check(request: JobRequest) -> str:
     raise wrong
 
 
-def _script(request: JobRequest) -> str:
-    """Return the script of `python [options] SCRIPT ...`; empty if the command is something else. No side effects."""
-    words = iter(python_words(request.command, request.shell))
-    if not re.match(PYTHON, next(words, "")):
-        return ""
-    for word in words:
-        if not word.startswith("-"):
-            return word
-        if word in ("-W", "-X", "--check-hash-based-pycs"):
-            next(words, "")
-        elif word == "-" or (not word.startswith("--") and re.search("[cmhV?]", word)):
-            return ""
-    return ""
-
-
 def _near(path: str) -> str:
     import difflib  # for a mistake only
 
     folder, name = os.path.split(path)
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names[:NAMES], n=1)
     return f"did you mean {near[0]}?" if near else "name a script that is there, or change to its folder"
 
 
 def _syntax(path: str, shown: str) -> Finding | None:
     """Return the first syntax error of a script by this Python."""
     try:
-        with open(path, "rb") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(file.read(), path, "exec", dont_inherit=True)
+            compile(_text(path), path, "exec", dont_inherit=True)
     except SyntaxError as err:
         line = (err.text or "").partition("\n")[0]
         return Finding(shown, err.lineno or 1, err.offset or 1, "", f"{type(err).__name__}: {err.msg}", line)
     except (OSError, ValueError, RecursionError, MemoryError):
         pass  # whoever runs it meets it
     return None
+
+
+def _text(path: str) -> bytes:
+    """Return the text of a script; empty if it is none: Python runs pipes, archives and compiled ones, too."""
+    if not os.path.isfile(path):
+        return b""
+    with open(path, "rb") as file:
+        text = file.read()
+    return b"" if b"\0" in text else text
 
 
 def _fails(request: JobRequest, path: str) -> bool:
@@ -118,22 +113,24 @@ def _fails(request: JobRequest, path: str) -> bool:
 def imports(request: JobRequest) -> Mapping[str, str]:
     """Return the modules that the script imports in any case, and where: `{"torch": "train.py:3"}`.
 
-    Left out is what may come from elsewhere than the job's Python: modules of the script's folder and of what is
-    copied, and imports after a change of `sys.path`. Empty if the script cannot be read. Runs nothing.
+    It ends where more may be there than the job's Python has: with a module of the script's folder, which may change
+    `sys.path`, and with what changes that or runs a program (pip). Empty if the script cannot be read. Runs nothing.
     """
     import ast  # only when it is asked for
 
-    script = _script(request)
+    script = python_script(request.command, request.shell)
     path = os.path.join(request.cwd, script)
     try:
-        with open(path, "rb") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            body = ast.parse(file.read()).body
+            body = ast.parse(_text(path)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
+    extra = request.sync_rules.extra if request.sync_rules else ()
+    beside = {name.partition(".")[0] for name in (*os.listdir(os.path.dirname(path)), *(each.name for each in extra))}
     found: dict[str, str] = {}
     for statement in body:
-        if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PATHS for node in ast.walk(statement)):
+        if _BRINGS.search(ast.unparse(statement)):
             break
         names = []
         if isinstance(statement, ast.Import):
@@ -141,20 +138,15 @@ def imports(request: JobRequest) -> Mapping[str, str]:
         elif isinstance(statement, ast.ImportFrom) and not statement.level:
             names = [statement.module or ""]
         for name in names:
-            found.setdefault(name.partition(".")[0], f"{script}:{statement.lineno}")
-    copied = request.sync_rules
-    for name in (*os.listdir(os.path.dirname(path)), *([each.name for each in copied.extra] if copied else ())):
-        found.pop(name.partition(".")[0], "")
-    for name in _below(request.cwd) if copied and found else ():
-        found.pop(name.partition(".")[0], "")
+            module = name.partition(".")[0]
+            if module in beside:
+                return found
+            found.setdefault(module, f"{script}:{statement.lineno}")
     return found
 
 
-_PATHS = ("sys.path", "sys.meta_path", "sys.path_hooks", "site.addsitedir")
-
-
-def _below(folder: str) -> Iterator[str]:
-    """Yield the names of files and folders below a folder, without those of virtual environments and hidden ones."""
-    for _, folders, names in os.walk(folder):
-        folders[:] = [] if "pyvenv.cfg" in names else [name for name in folders if not name.startswith(".")]
-        yield from (*folders, *names)
+_BRINGS = re.compile(
+    r"\bsys\.(path|modules|meta_path)|addsitedir|\bfrom (pip|site|subprocess|sys) import|\bsubprocess\."
+    r"|\bpip\.|\bsystem\(|\bos\.(popen|exec|posix_spawn|spawn)|\bexec\(|exit\(|SystemExit"
+)
+"""What may bring modules, or end the script before it imports more."""

@@ -86,6 +86,7 @@ PLAN = Plan(
     runtime=Runtime(digest="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"),
     activate=". /srv/venv/bin/activate",
     program="python",
+    script="train.py",
     imports={"torch": "train.py:3"},
     sync=Sync(
         "/srv/code",
@@ -94,6 +95,7 @@ PLAN = Plan(
         identity="2049:131 5d1c0a3e-7f0b-4c53-9c77-0a5b8d6f2e11",
         brings=False,
         activated=("/srv/venv",),
+        lacks_program=True,
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",

@@ -57,7 +57,7 @@ def words(node: ast.expr, constants: Mapping[str, set[str]]) -> set[str]:
 
 def assigned(nodes: list[ast.AST]) -> dict[str, set[str]]:
     """Return the texts that the names of a module are given."""
-    found = {"KIND": {"gpus"}}  # that of another module
+    found = {"KIND": {"gpus"}, **{name: {getattr(facts, name)} for name in ("PROGRAM", "SCRIPT", "IMPORT")}}
     for node in nodes:
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value

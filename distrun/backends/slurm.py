@@ -73,6 +73,11 @@ MISSING = (
     "bin = 'DIR' in [slurm]"
 )
 """What to do where a command of Slurm is missing."""
+NO_CONTROLLER = (
+    "scontrol ping   says which hosts it asks; there:  systemctl start slurmctld; if they are not your cluster's:  "
+    "export SLURM_CONF=/PATH/slurm.conf"
+)
+"""What to do where Slurm's controller does not answer, or its commands have no configuration."""
 
 AGENT_OPTIONS = (
     "--export=ALL",
@@ -506,23 +511,22 @@ class Slurm(Engine):
 
     def examine(self) -> Iterator[CheckResult]:
         """Look for Slurm's commands, its controller, a partition, and accounting."""
-        fix = "ask the administrators"
         try:
             version = self._ask("sbatch", "--version").strip()
             self._ask("srun", "--version")
         except EngineError as err:
-            yield CheckResult(False, f"Slurm's commands: {err}", err.hint)
+            yield CheckResult(False, f"Slurm's commands: {err}", err.hint or NO_CONTROLLER)
             return
         yield CheckResult(True, f"Slurm's commands: {version}")
         try:
             told = " ".join(self._ask("scontrol", "ping").split())
-            yield CheckResult(" UP" in told, f"controller: {told}", fix)
+            yield CheckResult(" UP" in told, f"controller: {told}", NO_CONTROLLER)
             partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
         except EngineError as err:
-            yield CheckResult(False, f"controller: {err}", fix)
+            yield CheckResult(False, f"controller: {err}", NO_CONTROLLER)
             return
         up = sorted({each.name for each in partitions if each.is_up and each.nodes})
-        yield CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", fix)
+        yield CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", "sinfo -R   says why")
         try:
             self._ask("sacct", "-n", "-X", "-S", "now", limit_s=5.0)
             yield CheckResult(True, "accounting: sacct answers")

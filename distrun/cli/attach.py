@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import my_jobs, placed, report, takes
+from distrun.cli.common import job_and_tasks, my_jobs, placed, report, takes
 from distrun.cli.console import LAST_BYTES, Console, print_err, print_json, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
@@ -65,7 +65,8 @@ def attach(
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     jobs = my_jobs()
-    found = jobs.get(job, prefers_living=True).refresh()
+    found, tasks = job_and_tasks(jobs, job, tasks, prefers_living=True)
+    found.refresh()
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     if found.is_over:
         return _over(found, console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,7 +29,8 @@ from distrun.options import (
     of_environment,
     user_path,
 )
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
+from distrun_runtime.errors import NoSuchJob
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from distrun.fleet import Fleet
     from distrun.fleet.questions import HostAnswer, HostJob
     from distrun.hosts import Inventory
-    from distrun.jobs import Jobs
+    from distrun.jobs import Job, Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.failures import Outcome, Problem
     from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -195,6 +197,22 @@ def my_jobs() -> Jobs:
     from distrun.jobs import Jobs
 
     return Jobs(say=say)
+
+
+def job_and_tasks(
+    jobs: Jobs, job: str | None, tasks: tuple[str, ...], prefers_living: bool = False
+) -> tuple[Job, tuple[str, ...]]:
+    """Return the job that is meant (`Jobs.get`), and tasks: a word that could be one, and is no job, is the latest's.
+
+    Raises:
+        NoSuchJob: there is none, or several ids begin so.
+    """
+    try:
+        return jobs.get(job, prefers_living), tasks
+    except NoSuchJob:
+        if job is None or not re.fullmatch(f"({'|'.join(facts.ROLES)})(-[0-9]+)?", job):
+            raise
+    return jobs.get(None, prefers_living), (job, *tasks)
 
 
 def say(text: str, level: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,8 @@ def dashboard(job: str | None, port: int, is_opened: bool) -> int:
         _say_how(server.port)
         print_out(server.address(chosen) + "\n")
         if is_opened:
-            _open(stack.enter_context(_link(server.address(chosen))))
+            url = stack.enter_context(_link(server.address(chosen)))
+            threading.Thread(target=_open, args=(url,), daemon=True).start()  # it may wait for the browser
         select.select([signals.wakeup], [], [])
         (ended, *_) = signals.take()
     return 0 if ended == signal.SIGINT else facts.exit_code(None, ended.name)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from distrun.cli.common import my_jobs, takes
+from distrun.cli.common import job_and_tasks, my_jobs, takes
 from distrun.cli.console import can_draw, print_err, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
@@ -223,8 +223,8 @@ def logs(
     TASK is a name (worker-0) or a role (worker). The log of a single task is shown unchanged, several with prefixes,
     one task after the other; with --merge in the order in which they printed.
     """
-    found = my_jobs().get(job).refresh()
-    folder = found.folder
+    found, tasks = job_and_tasks(my_jobs(), job, tasks)
+    folder = found.refresh().folder
     rows = found.choose(tasks)
     pattern = _pattern(grep)
     start = None if since is None else point_in_time("--since", since, time.time())

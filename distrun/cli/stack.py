@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from distrun.cli.common import my_jobs
+from distrun.cli.common import job_and_tasks, my_jobs
 from distrun.cli.console import print_err, print_json, print_out
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError
@@ -38,8 +38,8 @@ def stack(job: str | None, tasks: tuple[str, ...], as_json: bool) -> int:
     py-spy is used where a task runs if it is installed there; otherwise a task that uses distrun_runtime writes its own
     stacks. The exit code is 1 if there is no stack at all.
     """
-    found = my_jobs().get(job, prefers_living=True).refresh()
-    answers = found.stack(*tasks)
+    found, tasks = job_and_tasks(my_jobs(), job, tasks, prefers_living=True)
+    answers = found.refresh().stack(*tasks)
     if as_json:
         from distrun_runtime.contract.dataclass import rfc3339
 

@@ -63,7 +63,7 @@ def init(directory: str, has_torch: bool) -> None:
     """
     source, target = _folder(), Path(directory)
     texts = {name: (source / name).read_text("utf-8") for name in OTHERS}
-    texts["job.toml"] = texts["job.toml"].replace(json.dumps(PYTHON), json.dumps(_python()))
+    texts["job.toml"] = texts["job.toml"].replace(json.dumps(PYTHON), json.dumps(_python()), 1)  # not that of hosts
     texts[PROGRAM] = (source / (TORCH if has_torch else PROGRAM)).read_text("utf-8")
     present = [name for name in texts if os.path.lexists(target / name)]
     if present:
@@ -76,7 +76,7 @@ def init(directory: str, has_torch: bool) -> None:
             with (target / name).open("x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as err:
-        raise UsageError(f"cannot write {err.filename}: {err.strerror}") from err
+        raise UsageError(f"cannot write {err.filename or target}: {err.strerror}") from err
     say(f"wrote {', '.join(sorted(texts))} in {target.resolve()}. What to type next:", "info")
     first = "distrun launch -f job.toml"
     _suggest(
@@ -95,7 +95,8 @@ def _folder() -> Path:
 def _python() -> str:
     """Return how the job calls the interpreter that runs distrun: by its name if that finds it, else by its path."""
     found = shutil.which(PYTHON)
-    return PYTHON if found and os.path.dirname(found) == os.path.dirname(sys.executable) else sys.executable
+    is_here = bool(found) and os.path.dirname(str(found)) == os.path.dirname(sys.executable)
+    return PYTHON if is_here and os.path.samefile(str(found), sys.executable) else sys.executable
 
 
 def _suggest(*lines: tuple[str, str]) -> None:

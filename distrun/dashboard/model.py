@@ -439,8 +439,11 @@ def _task(
     condition = source.string(told.get("condition"))
     why = reason or source.string(state.get("own_failure"))
     lost_peer = source.string(state.get("lost_peer"))
-    if lost_peer:
-        why = f"lost {lost_peer}: {why}" if why else f"lost {lost_peer}"
+    if lost_peer and word in (facts.EXITED, facts.STOPPED):
+        why = ""  # it has ended well all the same
+    elif lost_peer:
+        lost = [why] if why.startswith(f"{lost_peer}@") else [lost_peer, why]
+        why = f"lost {': '.join(filter(None, lost))}"
     if word == facts.FAILED and reason == LOST_WITH_HOST:
         word = facts.LOST
     level = CONSEQUENCE_LEVEL if word == facts.FAILED and lost_peer else LEVELS.get(word, PROBLEM_LEVEL)

@@ -91,10 +91,10 @@ def _progress(model: Model) -> dict[str, Any] | None:
 
 
 def _report(name: str, points: Sequence[Point]) -> dict[str, Any]:
-    """Return the plot of a number that scripts report, over steps if these are known and never went back."""
+    """Return the plot of a number that scripts report, over steps if these are known, went on and never went back."""
     steps, times, values = zip(*points, strict=True)
     known = [value for value in values if math.isfinite(value)]
-    has_steps = None not in steps and list(steps) == sorted(steps)
+    has_steps = None not in steps and list(steps) == sorted(steps) and (len(steps) == 1 or steps[0] != steps[-1])
     about = f"min {formats.value(min(known))}  max {formats.value(max(known))}" if known else ""
     shown = [value if math.isfinite(value) else None for value in values]
     return {

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,8 @@ class FrameSource:
         """Readable when there is something to take."""
         os.set_blocking(self.wakeup, False)
         os.set_blocking(self._waking, False)
+        self._users = 1
+        """Of the pipe: who made this, and the thread while it runs."""
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
 
     def start(self, connection: ControlConnection | None, has_events: bool = True) -> None:
@@ -69,6 +72,7 @@ class FrameSource:
         self._put_state()
         if connection is not None:
             self._greet(connection)
+        self._users = 2
         self._thread.start()
 
     def take(self) -> list[Frame]:
@@ -94,16 +98,22 @@ class FrameSource:
             self._wanted = members
             self.send("subscribe", **members)
 
-    def close(self) -> None:
-        """End the connection and the thread."""
+    def close(self, limit_s: float = END_S) -> None:
+        """End the connection, and wait `limit_s` at most for the thread. It ends later if it is just connecting."""
         self._is_ending.set()
         connection = self._connection
         if connection is not None:
             connection.end()
-        self._thread.join(END_S)
-        if not self._thread.is_alive():
-            os.close(self.wakeup)
-            os.close(self._waking)
+        self._thread.join(limit_s)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the pipe if no one else uses it."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                os.close(self.wakeup)
+                os.close(self._waking)
 
     # ------------------------------------------------------------------ the thread
 
@@ -122,6 +132,7 @@ class FrameSource:
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
+            self._leave()
 
     def _read(self, connection: ControlConnection) -> None:
         from distrun import client
@@ -177,8 +188,9 @@ class FrameSource:
             self._tell("link", why=str(err))
             return facts.RUNNING
         self._tell("state", state=state)
-        if state["state"] not in facts.GOING:
-            self._tell("reports", reports=self._folder.reports())
+        kept = self._folder.reports() if state["state"] not in facts.GOING else {}
+        if kept:  # else what came from the coordinator stays, as for a job of another host
+            self._tell("reports", reports=kept)
         if state["state"] in facts.OVER:
             with contextlib.suppress(JobStoreError):
                 outcome = self._folder.outcome()
@@ -215,7 +227,7 @@ def number(value: object) -> float | None:
     if type(value) is float:  # first: most are, and a job has thousands
         return value
     if type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < sys.float_info.max else None
     if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf"):
         return float(value)
     return None

@@ -419,9 +419,12 @@ def _panels(
     wanted = [panel for panel in every if panel.wants]
     space = room - max(TABLE_LEAST, min(table, room // 2))
     if options.columns >= TWO_COLUMNS:
-        charts = [(panel, min(panel.wants + 1, space // 2)) for panel in wanted if panel.name == "reports"]
         others = [panel for panel in wanted if panel.name != "reports"]
+        most = max(space // 2, space - sum(panel.wants + 1 for panel in others))
+        charts = [(panel, min(panel.wants + 1, most)) for panel in wanted if panel.name == "reports"]
         above = _stacked(charts, options.columns, options.glyphs)
+        while above and not above[-1]:  # the others may need it
+            above.pop()
         return above + _side_by_side(others, space - len(above), options)
     return _stacked(_shares(wanted, space), options.columns, options.glyphs)
 

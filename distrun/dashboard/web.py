@@ -14,13 +14,14 @@ A job is followed while a browser asks for it. What a browser does not take is d
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -30,9 +31,10 @@ from distrun.dashboard import page, rows
 from distrun.dashboard.feed import JobFeed
 from distrun.dashboard.model import Model
 from distrun.dashboard.page import RowChoice, UsagePlots
-from distrun.dashboard.source import FrameSource
+from distrun.dashboard.source import END_S, FrameSource
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator.httpport import HttpAnswer, HttpPort
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, NoSuchJob
@@ -59,10 +61,14 @@ HEADERS = {
 }
 """Of every reply."""
 _HOST = r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?"
-FRESH_S = 1.0
-"""How long a list of jobs is shown; it is made when a browser asks."""
-UNWATCHED_S = 30.0
-"""A job for which no browser has asked so long is followed no more."""
+FRESH_S, OLD_S = 1.0, 10.0
+"""How long a list of jobs is shown, at least and at most; it is made when a browser asks."""
+BUSY = 0.1
+"""Share of the time in which jobs are read for the list: hosts elsewhere are asked each time."""
+WAIT_S = 15.0
+"""Time limit for what other requests have begun."""
+UNWATCHED_S = 90.0
+"""A job for which no browser has asked so long is followed no more. Browsers run a hidden page once a minute."""
 WATCHED = 8
 """Jobs that are followed at most."""
 
@@ -85,8 +91,13 @@ class _PageAnswer(HttpAnswer):
         elif not self._has_token():
             self.send_error(401, explain="the token is missing or wrong: use the URL that distrun dashboard printed")
         else:
-            status, value = self.server.content(path, dict(parse_qsl(query)))
-            self.send(status, "application/json", json.dumps(value, allow_nan=False).encode())
+            try:
+                status, value = self.server.content(path, dict(parse_qsl(query)))
+                body = json.dumps(value, allow_nan=False).encode()
+            except Exception as err:  # a fault of ours: the page says so, and the server its traceback
+                self.send_error(500, explain=f"internal error: {type(err).__name__}: {err}")
+                raise
+            self.send(status, "application/json", body)
 
     def _is_local(self) -> bool:
         hosts = self.headers.get_all("Host", [])
@@ -125,7 +136,7 @@ class DashboardPort(HttpPort):
         self._lock = threading.Lock()
         self._listing = threading.Lock()
         self._list: Mapping[str, Any] = {}
-        self._listed_at = float("-inf")
+        self._list_until = float("-inf")
         self._watched: dict[str, _WatchedJob] = {}
 
     def address(self, job: str = "") -> str:
@@ -145,19 +156,21 @@ class DashboardPort(HttpPort):
                 return 200, self._watch(asked.get("id", "")).page(choice)
         except NoSuchJob as err:
             return 404, {"error": str(err)}
-        except (JobStoreError, DistrunError) as err:
+        except (JobStoreError, DistrunError, OSError) as err:
             return 500, {"error": str(err)}
         return 404, {"error": "there is nothing of this name"}
 
     def _jobs(self) -> Mapping[str, Any]:
-        with self._listing:
-            if time.monotonic() >= self._listed_at + FRESH_S:
+        with _held(self._listing):
+            begun = time.monotonic()
+            if begun >= self._list_until:
                 self._list = page.jobs(self._read(), time.time())
-                self._listed_at = time.monotonic()
+                took_s = time.monotonic() - begun
+                self._list_until = time.monotonic() + min(max(FRESH_S, took_s / BUSY), OLD_S)
             return self._list
 
     def _watch(self, job: str) -> _WatchedJob:
-        with self._lock:
+        with _held(self._lock):
             found = self._watched.get(job)
             if found is None:
                 found = _WatchedJob(self._find(job))
@@ -167,9 +180,10 @@ class DashboardPort(HttpPort):
             found.asked_at = time.monotonic()
             return found
 
-    def _forget(self, jobs: Iterable[str]) -> None:
+    def _forget(self, jobs: Iterable[str], limit_s: float = 0.0) -> None:
+        until = time.monotonic() + limit_s
         for job in jobs:
-            self._watched.pop(job).close()
+            self._watched.pop(job).close(max(0.0, until - time.monotonic()))
 
     def service_actions(self) -> None:
         """Drop clients that have used up their time; follow no job that is not watched."""
@@ -183,7 +197,22 @@ class DashboardPort(HttpPort):
         """Listen no more, drop all connections, follow no job."""
         super().close()
         with self._lock:
-            self._forget(list(self._watched))
+            self._forget(list(self._watched), END_S)
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock.
+
+    Raises:
+        TimeoutError: it has not become free.
+    """
+    if not lock.acquire(timeout=WAIT_S):
+        raise TimeoutError(f"the disk with the jobs, or a host, has not answered for {duration(WAIT_S)}")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _WatchedJob:
@@ -191,19 +220,18 @@ class _WatchedJob:
 
     def __init__(self, folder: JobFolder) -> None:
         self.asked_at = 0.0
+        has_events = not remote_jobs.is_elsewhere(folder)
+        self._usage = UsagePlots(folder.samples())
         self._source = FrameSource(folder)
         self._feed = JobFeed(folder, self._source)
-        self._usage = UsagePlots(folder.samples())
         self._lock = threading.Lock()
         self._is_closed = False
-        self._source.start(None, has_events=not remote_jobs.is_elsewhere(folder))
+        self._source.start(None, has_events)
 
     def page(self, choice: RowChoice) -> dict[str, Any]:
         """Return what is known of the job now."""
-        with self._lock:
-            if self._is_closed:
-                raise DistrunError("too many jobs are looked at; this one is followed again in a moment")
-            for frame in self._feed.take():
+        with _held(self._lock):
+            for frame in self._feed.take() if not self._is_closed else ():
                 if frame.type == "failed_here":
                     self._feed.model.link = f"internal error: {frame.header['error']}; start distrun dashboard again"
             self._feed.ask()
@@ -211,8 +239,8 @@ class _WatchedJob:
             self._usage.take(self._feed.model)
             return page.job(self._feed.model, choice, self._usage, now)
 
-    def close(self) -> None:
-        """Follow it no more."""
+    def close(self, limit_s: float) -> None:
+        """Follow it no more; wait `limit_s` at most for the end of the connection. What is known can still be read."""
         with self._lock:
             self._is_closed = True
-            self._source.close()
+            self._source.close(limit_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distrun.formats import grouped, join, quiet, quote, size
@@ -200,14 +200,15 @@ def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     else:
         yield CheckRow(host.name, "python", OK, text)
     if request.needs_servers and not host.facts["activation"]["error"]:
-        yield _server_python(host, request)
+        row = _server_python(host, request)
+        more = f"\nif the command does not use the store: {request.doctor} --no-servers, then launch with -s 0"
+        yield replace(row, fix=row.fix + more) if row.mark == BAD else row
 
 
 def _server_python(host: ExaminedHost, request: DoctorRequest) -> CheckRow:
     found, check = host.facts["python"], "server python"
     if found.get("error"):
-        fix = f"{OTHER_PYTHON}; --no-servers if there will be none (launch with -s 0)"
-        return CheckRow(host.name, check, BAD, str(found["error"]), fix)
+        return CheckRow(host.name, check, BAD, str(found["error"]), OTHER_PYTHON)
     text = f"{found['version']} {found['path']}"
     if version(found["version"]) < SERVER_PYTHON:
         fix = f"{OTHER_PYTHON}, of one that is 3.10 or newer"

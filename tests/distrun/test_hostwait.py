@@ -42,6 +42,11 @@ def test_a_host_that_comes_up_is_waited_for_and_named_once(ssh: FakeSsh) -> None
     assert [line.partition(":")[0] for line in wait(60)] == ["waiting for d1"]
 
 
+def test_hosts_that_are_up_are_found_up_however_short_the_wait_is(ssh: FakeSsh) -> None:
+    ssh.does()
+    assert wait(0.001) == []
+
+
 def test_a_host_that_stays_down_ends_the_wait(ssh: FakeSsh) -> None:
     ssh.fails(10_000, REFUSED)
     with pytest.raises(PreflightError, match=r"not up after .*: d1 "):
@@ -62,7 +67,10 @@ def test_a_host_that_refuses_the_login_is_not_waited_for(ssh: FakeSsh) -> None:
     assert wait(60) == []
 
 
-def test_a_look_that_the_time_ends_counts_as_no_answer_and_leaves_nothing(ssh: FakeSsh, tmp_path: Path) -> None:
+def test_a_look_that_the_time_ends_counts_as_no_answer_and_leaves_nothing(
+    ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostwait, "FIRST_S", 3.0)
     ssh.does(f"echo $$ >>{tmp_path}/pids; exec sleep 1000")
     with pytest.raises(PreflightError, match=r"not up after 3 s: d1 \(no answer\)"):
         wait(3.0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,11 +29,18 @@ def folder(distrun: Distrun) -> Distrun:
 
 @pytest.mark.parametrize("words", [LOCAL, COPIED])
 def test_a_script_that_is_not_there_is_told_with_one_of_a_near_name(words: tuple[str, ...], folder: Distrun) -> None:
-    done = folder.answer(*words, sys.executable, "-u", "-W", "ignore", "trian.py", "--lr", "1")
+    done = folder.answer(*words, sys.executable, "-uW", "ignore", "trian.py", "--lr", "1")
     assert done.returncode == 2
     assert b"there is no trian.py in " in done.stderr
     assert b"did you mean train.py?" in done.stderr
     assert not folder.jobs
+
+
+def test_an_archive_and_a_compiled_script_have_no_syntax_error(folder: Distrun) -> None:
+    zipfile.ZipFile(folder.work / "train.pyz", "w").write(folder.work / "train.py", "__main__.py")
+    py_compile.compile(str(folder.work / "train.py"), str(folder.work / "train.pyc"))
+    for name in ("train.pyz", "train.pyc"):
+        assert folder.run(*LOCAL, "--no-prefix", sys.executable, name).stdout == b"trained\n"
 
 
 def test_a_syntax_error_is_told_with_its_place(folder: Distrun) -> None:
@@ -73,6 +83,15 @@ def test_a_script_that_setup_brings_is_not_missed(folder: Distrun) -> None:
     assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
 
 
+def test_a_script_that_activation_might_bring_is_looked_for_after_it(folder: Distrun) -> None:
+    words = (*LOCAL, "--no-prefix", "--activate", "cp train.py one.py", sys.executable)
+    done = folder.run(*words, "tow.py")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"there is no tow.py in {folder.work} on ".encode() in done.stderr
+    assert b"-> did you mean one.py?" in done.stderr
+    assert folder.run(*words, "one.py").stdout == b"trained\n"
+
+
 def test_a_program_that_is_not_there_is_told_with_one_of_a_near_name(folder: Distrun) -> None:
     (folder.work / "train.sh").write_text("true\n")
     for words, near in (("/bin/shh", "/bin/sh"), ("./trian.sh", "./train.sh"), ("mkdirr -p x", "mkdir")):
@@ -105,8 +124,15 @@ def test_what_a_script_imports_in_any_case_is_found(tmp_path: Path) -> None:
     assert "yaml" not in imported(tmp_path, text)
     (tmp_path / "lib" / "torch").mkdir(parents=True)
     assert "torch" in imported(tmp_path, text)
-    assert imported(tmp_path, text, Extra("/x", "other")) == {"os": "sub/train.py:1"}
-    assert imported(tmp_path, "import os\nimport sys\nsys.path.insert(0, 'x')\nimport own\n").keys() == {"os", "sys"}
+    assert imported(tmp_path, text, Extra("/x", "torch.py")) == {"os": "sub/train.py:1"}
+    for brings in (
+        "sys.path.insert(0, 'x')",
+        "import yaml",
+        "def f():\n subprocess.run()",
+        "os.system('x')",
+        "exit()",
+    ):
+        assert imported(tmp_path, f"import os\n{brings}\nimport own\n") == {"os": "sub/train.py:1"}, brings
     assert imported(tmp_path, "if x = 1:\n") == {}
 
 
@@ -120,6 +146,17 @@ def test_a_module_that_is_missing_is_told_before_the_script_runs(folder: Distrun
     brings = "mkdir -p lib && touch lib/no_such_module.py && export PYTHONPATH=$PWD/lib"
     done = folder.run(*words[:-2], "--setup", brings, *words[-2:])
     assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
+
+
+def test_to_look_for_modules_runs_nothing_and_takes_nothing_of_a_pipe(folder: Distrun) -> None:
+    (folder.work / "json.py").write_text("open('ran', 'w')\n")
+    (folder.work / "sub").mkdir()
+    os.mkfifo(folder.work / "pipe")
+    (folder.work / "sub" / "train.py").write_text("import os\n")
+    words = (*LOCAL, "--check-imports", "--dry-run", sys.executable, "pipe")
+    assert folder.answer(*words).returncode == 0
+    assert folder.run(*words[:-3], *words[-2:-1], "sub/train.py").returncode == 0
+    assert not (folder.work / "ran").exists()
 
 
 def test_a_command_whose_imports_cannot_be_checked_is_told(folder: Distrun) -> None:
@@ -140,10 +177,18 @@ def test_what_hosts_lack_is_told_before_files_are_copied(lab: Site) -> None:
     assert "has no module no_such_module (train.py:2)" in done.err
     assert "-m venv ~/venv && ~/venv/bin/pip install no_such_module" in done.err
     assert lab.run("ssh", "h1", "ls", "-A", "/tmp/copied").out.split() == [".distrun-sync"]
+    done = lab.distrun(*words, "./onw")
+    assert done.code == 127
+    assert "h1, h2  program  there is no program ./onw on HOST, and the files that are copied have none" in done.err
+    assert lab.run("ssh", "h1", "ls", "-A", "/tmp/copied").out.split() == [".distrun-sync"]
     (lab.work / "python3").write_text('#!/bin/sh\nexec /usr/bin/env python3 "$@"\n')
     (lab.work / "python3").chmod(0o755)
     done = lab.distrun(*words, "--check-imports", "./python3", "train.py")  # it comes with the files
     assert done.code == 2
     assert "has no module no_such_module (train.py:2)" in done.err
+    done = lab.distrun(*words[:5], "-H", lab.hosts_file("h1 workdir=/tmp", "h2 workdir=/tmp"), "python3", "train.py")
+    assert done.code == 2
+    assert "h1, h2  script  there is no train.py in /tmp on HOST" in done.err
+    assert "-> copy it there with --sync-dst-dir DIR, or mount it" in done.err
     done = lab.distrun(*words, "./own")
     assert (done.code, done.out) == (0, "runs\nruns\n"), done.err

@@ -102,13 +102,14 @@ time.sleep(600)
         assert driver.finish() == 0
 
 
-def test_what_a_task_reports_last_is_told_before_its_end() -> None:
+def test_what_a_task_reports_last_is_told_before_its_end_without_another_sample() -> None:
     code = f"{REPORT}for step in range(3):\n    sender.send('report', step=step, values={{'loss': 0.5}})\n"
     with agent(python(code)) as driver:
         driver.begin(sample_s=600.0)
         driver.spawn()
         first = driver.wait("metrics", "exited")
-        assert first.header["tasks"]["worker-0"]["report"]["step"] == 2
+        assert first.header["ended"]["worker-0"]["step"] == 2
+        assert not {"host", "tasks"} & first.header.keys()
         driver.exited()
         assert driver.finish() == 0
 

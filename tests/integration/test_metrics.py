@@ -103,3 +103,11 @@ def test_what_is_typed_wrongly_is_refused(options: list[str], message: str, dist
     result = distrun.launch("-n", "1", "-s", "0", *options, "true")
     assert result.returncode == 2
     assert message in result.stderr.decode()
+
+
+@pytest.mark.slow
+def test_nothing_is_said_of_stalls_while_tasks_are_stopped(distrun: Distrun) -> None:
+    script = "trap '' TERM; [ $DMLC_WORKER_ID = 0 ] && exit 3; exec sleep 100"
+    result = distrun.launch("-n", "2", "-s", "0", "--stall-after", "1", "--grace", "7", script)
+    assert result.returncode == 3
+    assert b"stalled" not in result.stderr

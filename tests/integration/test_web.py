@@ -108,6 +108,7 @@ def test_the_token_is_no_argument_of_the_browser_that_is_opened(
     program.write_text(
         f'#!/bin/sh\necho "$1" > {told}.new; stat -c %a "$(dirname "${{1#file://}}")" >> {told}.new\n'
         f'cat "${{1#file://}}" >> {told}.new; mv {told}.new {told}\n'
+        'while [ -e "${1#file://}" ]; do sleep 0.05; done\n'  # a browser that goes on
     )
     program.chmod(0o755)
     served = serve("--open", DISPLAY=":99", BROWSER=str(program))
@@ -116,7 +117,7 @@ def test_the_token_is_no_argument_of_the_browser_that_is_opened(
     assert token not in url
     assert mode == "700"
     assert token in page
-    assert served.end() == 0
+    assert served.end(signal.SIGTERM) == 143
     assert not Path(url.removeprefix("file://")).exists()
 
 
@@ -176,6 +177,11 @@ def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, b
         browser.value("before = picture(), at('axis').value = 'times', at('axis').dispatchEvent(new Event('change'))")
         browser.until("picture() !== before")
         assert browser.value("document.querySelector('figure b')") is None
+        assert browser.value("lone([1, null, 2, 3, null, 4])") == [0, 5], "what no line joins is a point"
+        marks = (
+            "[1e-4, 2.5e-4, 12345.675].map((tick, at, all) => amount(tick, '', digits(all, [5e-5, 1e-5, 5e-3][at])))"
+        )
+        assert browser.value(marks)[2] == "12.345675k", "marks of an axis differ"
         assert browser.complaints == []
     browser.until("document.getElementById('link').innerText === 'no answer'")
     assert browser.value("document.querySelectorAll('#tasks tbody tr').length") == 9, "what was shown stays"

@@ -209,7 +209,8 @@ def leaving_nothing(home: Path) -> Iterator[Distrun]:
         wait_until(lambda: not made.left(), LEFT_S)
     left = made.left()
     for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[0]), signal.SIGKILL)
     assert not left
 
 

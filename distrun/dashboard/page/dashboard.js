@@ -63,15 +63,11 @@ function reached(value) {
 /** Say why nothing comes. What was shown stays if it may come back. */
 function failed(error) {
   const hasShown = !at("job").hidden || !at("list").hidden;
-  if (!error.status) {
-    link("lost", "no answer");
-    if (hasShown) return;
-    problem("No answer", "Is distrun dashboard still running, and the port forwarded?");
-  } else {
-    link("lost", "not shown");
-    const title = { 401: "Open the URL that distrun dashboard printed", 404: "No such job" }[error.status];
-    problem(title || "This job cannot be shown", error.message);
-  }
+  link("lost", error.status ? "not shown" : "no answer");
+  if (hasShown && !(error.status < 500)) return;
+  if (!error.status) return problem("No answer", "Is distrun dashboard still running, and the port forwarded?");
+  const title = { 401: "Open the URL that distrun dashboard printed", 404: "No such job" }[error.status];
+  problem(title || (job ? "This job cannot be shown" : "The list cannot be shown"), error.message);
 }
 
 function problem(title, why) {
@@ -303,8 +299,9 @@ function colour(name) {
 function draw(figure, parent, told, isSteps, data) {
   const side = { stroke: colour("dim"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const isSize = told.unit.startsWith("B");
-  const isAlone = (plot, number) => plot.data[number].filter((value) => value !== null).length < 2; // no line shows it
-  const lines = told.series.map((_, number) => ({ stroke: colour(`line-${number + 1}`), width: 1.6, dash: number ? [5, 4] : [], points: { show: isAlone } }));
+  const points = { show: true, filter: (plot, number) => lone(plot.data[number]) };
+  const lines = told.series.map((_, number) => ({ stroke: colour(`line-${number + 1}`), width: 1.6, dash: number ? [5, 4] : [], points }));
+  const amounts = (_, ticks, axis, space, step) => ticks.map((tick) => amount(tick, told.unit.replace("/s", ""), digits(ticks, step)));
   const setCursor = (plot) => {
     const { told } = plots.get(figure) || {};
     if (told) plot.cursor.idx == null ? now(figure, told) : point(figure, told, isSteps, plot.cursor.idx);
@@ -315,11 +312,26 @@ function draw(figure, parent, told, isSteps, data) {
     scales: { x: { time: false }, y: { range: told.unit ? (_, low, high) => [0, high > 0 ? high * 1.05 : 1] : padded } },
     axes: [
       { ...side, values: (_, ticks) => ticks.map((tick) => (isSteps ? amount(tick, "") : clock(tick))), incrs: isSteps ? WHOLE : CLOCK, space: 70, size: 26 },
-      { ...side, values: (_, ticks) => ticks.map((tick) => amount(tick, told.unit.replace("/s", ""))), incrs: isSize ? BINARY : undefined, size: isSize ? 58 : 46, gap: 6 },
+      { ...side, values: amounts, incrs: isSize ? BINARY : undefined, size: room, gap: 6 },
     ],
     series: [{}, ...lines],
     hooks: { setCursor: [setCursor] },
   }, data, parent);
+}
+
+/** Return which values have no neighbour, so that no line shows them. */
+function lone(values) {
+  return [...values.keys()].filter((at) => values[at] != null && values[at - 1] == null && values[at + 1] == null);
+}
+
+/** Return how many digits tell one mark of an axis from the next. */
+function digits(ticks, step) {
+  return Math.min(15, Math.max(4, 1 + Math.ceil(Math.log10(Math.max(...ticks.map(Math.abs)) / step)))) || 4;
+}
+
+/** Return the width of an axis, by its longest mark. */
+function room(_, marks) {
+  return 16 + Math.max(30, ...(marks || []).map((mark) => 6.2 * mark.length));
 }
 
 function padded(_, low, high) {
@@ -329,13 +341,13 @@ function padded(_, low, high) {
 }
 
 /** Return a number with few digits: 1.5 GiB, 12k, 0.0312. */
-function amount(value, unit) {
+function amount(value, unit, precision = 4) {
   const isSize = unit.startsWith("B"), base = isSize ? 1024 : 1000;
   let shown = value, power = 0;
   while (Math.abs(shown) >= base && power < 5) shown /= base, power += 1;
-  if (power === 5 || (value !== 0 && Math.abs(value) < 1e-4)) return `${value.toExponential(2)} ${unit}`.trim();
+  if (power === 5 || (value !== 0 && Math.abs(value) < 1e-4)) return `${value.toExponential(precision - 2)} ${unit}`.trim();
   const prefix = isSize ? ["", "Ki", "Mi", "Gi", "Ti"][power] : ["", "k", "M", "G", "T"][power];
-  const digits = Number(shown.toPrecision(4));
+  const digits = Number(shown.toPrecision(precision));
   return isSize ? `${digits} ${prefix}${unit}` : `${digits}${prefix}${unit && unit !== "cores" ? ` ${unit}` : ""}`;
 }
 

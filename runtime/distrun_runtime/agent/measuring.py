@@ -18,7 +18,21 @@ import os
 import selectors
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, TypeVar, Union, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+    Union,
+    cast,
+)
 
 from distrun_runtime.agent import procfs
 from distrun_runtime.agent.channel import Channel
@@ -153,7 +167,7 @@ class HostMeasurement:
         if self._metrics is not None and now >= self._metrics.next_at:
             if self._agent.channel.takes_metrics():
                 self._reports.fetch(now)
-                self._sample(now)
+                self._metrics.sample(self._tasks, self._reports.last, self._reports.sizes, now)
             else:  # the next sample says how things are
                 self._metrics.skip(now)
         if now >= self._reports.next_at:
@@ -162,17 +176,13 @@ class HostMeasurement:
             self._stacks.tick(now)
 
     @_shielded
-    def tell_last(self) -> None:
-        """Tell what tasks have reported since the last sample: some have ended, and come in no further one."""
-        self._reports.drain()
+    def tell_last(self, tasks: Sequence[str]) -> None:
+        """Tell what tasks that have ended reported last: they come in no further sample."""
+        ended = self._reports.last_of(tasks)
         is_on = self._metrics is not None and self._metrics.next_at < math.inf
-        if self._reports.has_news and is_on and self._agent.channel.takes_metrics():
-            self._sample(self._clock())
-
-    def _sample(self, now: float) -> None:
-        self._reports.has_news = False
-        if self._metrics is not None:
-            self._metrics.sample(self._tasks, self._reports.last, self._reports.sizes, now)
+        if ended and is_on and self._agent.channel.takes_metrics():
+            times = {"clock": round(self._clock(), 3), "time": round(time.time(), 3)}
+            self._agent.channel.send({"type": "metrics", **times, "ended": ended})
 
     def stop(self) -> None:
         """Sample no more and end what was started for it: the job ends here. What tasks report is still taken."""
@@ -456,8 +466,6 @@ class Reports:
         """By task and kind, as the frame `metrics` has it: `time` is when it came."""
         self.sizes: Dict[Tuple[str, str], int] = {}
         """Bytes of each, about, by task and kind."""
-        self.has_news = False
-        """A script has reported something since this was last set to False."""
         self.on_stacks: Callable[[str, Mapping[str, Any]], None] = lambda task, found: None
         """Called with each datagram of that kind: several processes of a task may send them."""
         self.next_at = math.inf
@@ -512,6 +520,16 @@ class Reports:
     def drain(self) -> int:
         """Take what has come, a part of it if that is much; return how many came from the task that sent most."""
         return max((self._drain(task, each) for task, each in self._sockets.items()), default=0)
+
+    def last_of(self, tasks: Sequence[str]) -> Dict[str, Mapping[str, Any]]:
+        """Take what tasks that have ended have sent, and return the last report of each that has made one."""
+        for task in tasks:
+            for _ in range(TURN):  # a process that they have left may still send
+                if task not in self._sockets or self._drain(task, self._sockets[task]) < TURN:
+                    break
+        told = {task: self.last.get(task, {}).get(metrics.REPORT) for task in tasks}
+        found = fitting({task: {metrics.REPORT: last} for task, last in told.items() if last}, self.sizes)
+        return {task: kinds[metrics.REPORT] for task, kinds in found.items()}
 
     def close(self) -> None:
         """Remove the sockets."""
@@ -576,7 +594,6 @@ class Reports:
             self.last.get(task, {}).pop(kind, None)
         else:
             self.last.setdefault(task, {})[kind] = dict(kept, time=round(time.time(), 3))
-            self.has_news = self.has_news or kind == metrics.REPORT
 
 
 def checked(kind: str, found: Mapping[str, Any]) -> Optional[Dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Preflight: what an agent prepares and checks between `begin` and `ready`, and again for `settle`.
 
 In this order: the folders of tasks, the runtime, the GPUs, the environment that `--activate` makes, the interpreters of
-tasks that need modules, the program of the user's command and what its script imports. What comes after the GPUs may
-come with the files that are copied to the host. Then it is checked after the copy: that is `settle`. Otherwise it is
-checked before, so that nothing is copied in vain.
+tasks that need modules, the program of the user's command, its script and what that imports. What comes after the GPUs
+may come with the files that are copied to the host. Then it is checked after the copy: that is `settle`. Otherwise it
+is checked before, so that nothing is copied in vain.
 
 `steps` and `settle` are generators: each yields what it wants (a `Command` to be run, or a runtime to be sent) and is
 sent the result. `Preflight` does these things for the agent's loop. Nothing here waits.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -136,15 +137,12 @@ def _may_be_copied(share: Share) -> bool:
         return True
     found = [path for path in plan.sync.activated if is_copied(path, plan)]
     for task in plan.tasks:
-        if task.needs:
-            env = share.environment(task, task.env)
+        if task.needs or plan.imports:
+            env, program = share.environment(task, task.env), task.argv[0] if task.needs else plan.program
             lists = [env.get(name, b"").split(b":") for name in (b"PATH", b"PYTHONPATH")]
             named = [os.fsdecode(path) for paths in lists for path in paths if path]
-            named += [task.argv[0]] if "/" in task.argv[0] else []
+            named += [program] if "/" in program else []
             found += [path for path in named if is_copied(path, plan)]
-        elif plan.imports:
-            name, env = exact(plan.program), share.environment(task, task.env)
-            found += [path for path in map(os.fsdecode, programs(name, task.cwd, env)) if is_copied(path, plan)]
     return bool(found)
 
 
@@ -425,6 +423,9 @@ if sys.version_info >= (3, 10):
             found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
 {_TELL}"""
 _FIND = f"""\
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]  # a script has its own folder there, not the working directory
 {_ABOUT}
     def is_missing(name):
         try:
@@ -620,17 +621,18 @@ def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
         return None
 
 
-# Looks for the program of the user's command, and asks it, a Python, for the modules that its script imports. Only what
-# is certain is a failure.
+# Looks for the program of the user's command and for its script, and asks the program, a Python, for the modules that
+# the script imports. Only what is certain is a failure.
 
 
 def _look_for_program(share: Share, may_come: bool) -> Generator[Command, CommandResult, None]:
     """Check the program that tasks of the user's run. Yields commands, and is sent how each ended.
 
     Raises:
-        PreflightFailure: it is not there, or lacks modules (kinds `facts.PROGRAM` and `facts.IMPORT`).
+        PreflightFailure: it, its script or a module is not there (kinds `facts.PROGRAM`, `SCRIPT` and `IMPORT`).
     """
     plan, seen = share.plan, set()
+    coming = plan.sync if may_come else None
     for task in plan.tasks:
         if task.needs:
             continue
@@ -640,29 +642,40 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
             continue
         seen.add(paths)
         if any(map(os.path.exists, paths)):
+            script = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script))
+            comes = coming is not None and is_copied(os.fsdecode(script), plan)
+            if plan.script and not comes and not os.path.exists(script):
+                where = "" if os.path.isabs(plan.script) else f" in {task.cwd}"
+                fix = "copy it there with --sync-dst-dir DIR, or mount it" * (plan.backend != "local")
+                text = f"there is no {plan.script}{where} on {share.host}"
+                raise PreflightFailure(facts.SCRIPT, text, _near(plan.script, [script]) or fix)
             if plan.imports:
                 asked = command(name, tuple(plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
                 _check_imports(share, _parsed((yield asked)) or {})
-        elif not (may_come and any(is_copied(os.fsdecode(path), plan) for path in paths)):
+        elif coming is None or coming.lacks_program or not any(is_copied(os.fsdecode(path), plan) for path in paths):
             shown, equals, _ = plan.program.partition("=")  # of an assignment only the name: its value may be a secret
             where = "" if b"/" in name else " (in no folder of the tasks' PATH)"
+            where = ", and the files that are copied have none" if coming and coming.lacks_program else where
             text = f"there is no program {shown}{'=...' if equals else ''} on {share.host}{where}"
-            raise PreflightFailure(facts.PROGRAM, text, "" if equals else _near(plan.program, paths))
+            brings = "install it there, give its path, or put its folder on PATH by --activate"
+            raise PreflightFailure(facts.PROGRAM, text, "" if equals else _near(plan.program, paths) or brings)
 
 
-def _near(program: str, paths: Sequence[bytes]) -> str:
-    """Return what to type in place of a program that is not there: one of a near name, or what brings it."""
+NAMES = 5000
+"""How many names of a folder are compared with what was typed, at most: it takes some 40 µs each."""
+
+
+def _near(typed: str, paths: Sequence[bytes]) -> str:
+    """Return a question for a file of a near name in place of one that is not there; empty if there is none."""
     import difflib  # for a mistake only
 
     names: List[str] = []
     for path in paths:
-        with contextlib.suppress(OSError):
-            names += map(os.fsdecode, os.listdir(os.path.dirname(path) or b"."))
-    folder, slash, name = program.rpartition("/")
+        with contextlib.suppress(OSError), os.scandir(os.path.dirname(path) or b".") as entries:
+            names += [os.fsdecode(each.name) for each in itertools.islice(entries, NAMES)]
+    folder, slash, name = typed.rpartition("/")
     near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {folder}{slash}{near[0]}?"
-    return "install it there, give its path, or put its folder on PATH by --activate"
+    return f"did you mean {folder}{slash}{near[0]}?" if near else ""
 
 
 def _check_imports(share: Share, look: Mapping[str, Any]) -> None:

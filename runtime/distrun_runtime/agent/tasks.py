@@ -285,8 +285,8 @@ class TaskRunner:
         """Every task that was started, those that ended included."""
         self.on_other: Callable[[int, int], None] = lambda pid, status: None
         """Called with the process id and wait status of each child that is no task's first process."""
-        self.on_ending: Callable[[], object] = lambda: None
-        """Called when tasks have ended, before that is said."""
+        self.on_ending: Callable[[List[str]], object] = lambda tasks: None
+        """Called with the names of tasks that have ended, before that is said."""
         self.discards_output = False
         """What tasks write from now on is thrown away."""
         self._channel = channel
@@ -340,18 +340,18 @@ class TaskRunner:
                 if running.leader.pid == pid and not running.is_reaped:
                     if os.WIFSTOPPED(status):
                         running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
-                    else:
-                        ended.append((running, status, now, exit_facts(status, usage)))
+                        break
+                    running.processes.is_reaped = True
+                    # Popen must not wait for it once more.
+                    running.child.returncode = status
+                    ended.append((running, now, exit_facts(status, usage)))
                     break
             else:
                 if not os.WIFSTOPPED(status):
                     self.on_other(pid, status)
         if ended:
-            self.on_ending()
-        for running, status, now, facts in ended:
-            running.processes.is_reaped = True
-            # Popen must not wait for it once more.
-            running.child.returncode = status
+            self.on_ending([running.task.name for running, _, _ in ended])
+        for running, now, facts in ended:
             self._on_end(running, now, facts)
         return count
 

@@ -107,6 +107,8 @@ REASONS = (
 
 PROGRAM = "program"
 """There is no such program."""
+SCRIPT = "script"
+"""Its script is not there."""
 IMPORT = "import"
 """Its Python has not all modules that its script imports."""
 

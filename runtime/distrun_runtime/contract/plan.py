@@ -170,6 +170,8 @@ class Sync(NamedTuple):
     the copy, else before it."""
     activated: Tuple[str, ...] = ()
     """Folders of environments that are activated, as typed: one that is below `Plan.cwd` comes with the files."""
+    lacks_program: bool = False
+    """`Plan.program` is a relative path, and no such file is copied: only a host may have it."""
 
 
 class Plan(NamedTuple):
@@ -218,6 +220,8 @@ class Plan(NamedTuple):
     `process.TASKS_SIGNALS`."""
     program: str = ""
     """What the command runs first, as typed: looked for on each host before files are copied. Empty: not known."""
+    script: str = ""
+    """The script that `program`, a Python, runs, as typed: looked for on each host, too. Empty: none, or not known."""
     imports: Mapping[str, str] = _NONE
     """Modules that its script imports, and where (`train.py:3`): `program`, a Python, is asked whether it has them."""
     version: int = VERSION

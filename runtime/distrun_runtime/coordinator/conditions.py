@@ -519,10 +519,10 @@ class JobMeasurement:
 
     def finish(self, now: float) -> List[MetricsAction]:
         """Return the actions at the job's end."""
-        if not self._metrics.hosts:
+        if not self._metrics.hosts and not self._progress.reports:
             return []
         self._draw(self._so_far(now), now)
-        return [*self._say_stalls(), *self._keep(now)]
+        return self._keep(now)
 
     # ------------------------------------------------------------------ what comes
 

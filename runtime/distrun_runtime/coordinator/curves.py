@@ -8,7 +8,7 @@ then on a point stands for twice as many.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 
 from distrun_runtime.contract.metrics import VALUES
 from distrun_runtime.coordinator.metrics import plain
@@ -71,13 +71,17 @@ class Curves:
 
     def __init__(self) -> None:
         self._curves: Dict[str, Curve] = {}
+        self._open: Set[str] = set()
+        """Those that have a point which may be replaced."""
 
     def add(self, step: Optional[float], time_s: float, values: Mapping[str, float], replaces: bool = False) -> None:
         """Take means over the ranks. `step`: the job's; `time_s`: since its start; `replaces`: those that came last."""
         whole = None if step is None else int(step)
+        before: Set[str] = self._open if replaces else set()
+        self._open = before.union(values)
         for name, value in values.items():
             if name and (name in self._curves or len(self._curves) < VALUES):
-                self._curves.setdefault(name, Curve()).add(Point(whole, round(time_s, 1), value), replaces)
+                self._curves.setdefault(name, Curve()).add(Point(whole, round(time_s, 1), value), name in before)
 
     def shown(self) -> Dict[str, Any]:
         """Return `reports` of a snapshot."""

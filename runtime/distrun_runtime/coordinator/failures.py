@@ -280,7 +280,12 @@ def bad_host(host: str, why: str, time: float) -> Cause:
     return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, "", f"{host} cannot be used", host=host, detail=why)
 
 
-_TYPED = {gpus.KIND: facts.EXIT_USAGE, facts.IMPORT: facts.EXIT_USAGE, facts.PROGRAM: facts.EXIT_NOT_FOUND}
+_TYPED = {
+    gpus.KIND: facts.EXIT_USAGE,
+    facts.IMPORT: facts.EXIT_USAGE,
+    facts.SCRIPT: facts.EXIT_USAGE,
+    facts.PROGRAM: facts.EXIT_NOT_FOUND,
+}
 """Kinds of problems that are mistakes in what was typed, as in the command or the hosts file, and their exit codes."""
 
 
@@ -288,7 +293,7 @@ def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -
     """Return the cause that all hosts are, of `hosts` in the job, which cannot be used. `first`: first in time."""
     detail = next(problem.text for problem in problems if problem.host == first)
     kinds = {problem.kind for problem in problems}
-    what = "cannot run the command" if kinds <= {facts.PROGRAM, facts.IMPORT} else "cannot be used"
+    what = "cannot run the command" if kinds <= {facts.PROGRAM, facts.SCRIPT, facts.IMPORT} else "cannot be used"
     if len(problems) == 1:
         short = f"{first} {what}"
         text = f"{short}: {_one_line(detail)}"

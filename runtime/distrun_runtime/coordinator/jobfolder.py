@@ -90,6 +90,8 @@ REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"
 ENGINE_SCHEMA = "distrun.engine/1"
 REPORTS_SCHEMA = "distrun.reports/1"
+REPORTS_LIMIT = 1024 * 1024
+"""Bytes of reports.json that is read: it has a tenth of that."""
 RESERVE = "reserve"
 EVENTS = "events.jsonl"
 OLDER_EVENTS = "events.1.jsonl"
@@ -237,9 +239,15 @@ class JobFolder:
 
     def _asked(self) -> Dict[str, Any]:
         """Return what state.json repeats of the request and of the plan, if there is one."""
-        request = self.request() or {}
+        is_unplanned = self._plan is None and self.is_unplanned
+        try:
+            request = self.request() or {}
+        except JobStoreError:
+            if is_unplanned:
+                raise
+            request = {}  # a job that runs goes on without it
         labels, command = (list(request.get(name, ())) for name in ("labels", "command"))
-        if self._plan is None and self.is_unplanned:
+        if is_unplanned:
             known = {name: request.get(name, "") for name in ("name", "cwd")}
             return {**known, "labels": labels, "backend": request.get("launcher", ""), "command": command, "hosts": []}
         plan = self.plan()
@@ -389,9 +397,10 @@ class JobFolder:
 
     def reports(self) -> Mapping[str, Any]:
         """Return what was last kept by `keep_reports`; {} if that is nothing, or cannot be read."""
-        with contextlib.suppress(JobStoreError):
-            found = (self._read("reports.json", {}) or {}).get("reports")
-            return found if isinstance(found, dict) else {}
+        with contextlib.suppress(JobStoreError, OSError):
+            if os.path.getsize(str(self.path / "reports.json")) <= REPORTS_LIMIT:
+                found = self._load("reports.json", {}).get("reports")
+                return found if isinstance(found, dict) else {}
         return {}
 
     def request(self) -> Optional[Dict[str, Any]]:
@@ -415,6 +424,8 @@ class JobFolder:
         """Read a file that must be there. `job`: the member that names its job, if it has it."""
         path = self.path / name
         value = stored.load(path, version)
+        if "labels" in members:
+            value.setdefault("labels", [])  # an older version writes none
         stored.check(path, value, members)
         if value.get(job, self.id) != self.id:
             raise stored.damaged(path, f"it is of job {value[job]}")

@@ -346,7 +346,9 @@ class JobRun:
                 self._measuring = JobMeasurement(self._plan, self._sample_s, time.time() - now, self._began)
             if self._measuring is not None:
                 for action in self._measuring.handle(event, now):
-                    found += self._perform(action)
+                    # While tasks are stopped, it is no news that one does nothing.
+                    if self._supervisor.job_state != facts.STOPPING or not isinstance(action, messages.Announce):
+                        found += self._perform(action)
                 for action in self._measuring.finish(now) if self.is_over else ():
                     self._perform(action)
             if self.is_over:

@@ -325,6 +325,8 @@ class JobMetrics:
         clock, stamp = number(value.get("clock")), number(value.get("time"))
         if clock is None or place not in self._nodes:
             return []
+        if "ended" in value:
+            return self._take_last(place, _mapping(value["ended"]))
         self._take_host(self._nodes[place], value, clock, now)
         if stamp is not None and arrived:
             offsets = self.hosts[self._nodes[place]].offsets
@@ -341,6 +343,13 @@ class JobMetrics:
             if name not in told:
                 self.tasks[name].forget()
         self._running[place] = tuple(task.name for task in found)
+        return found
+
+    def _take_last(self, place: str, ended: Mapping[str, Any]) -> List[TaskNumbers]:
+        """Note what tasks that have ended reported last; return those tasks."""
+        found = [self.tasks[name] for name in ended if self._places.get(name) == place]
+        for task in found:
+            task.report = _report(_mapping(ended[task.name]), self._names, task.report)
         return found
 
     def _take_host(self, name: str, value: Mapping[str, Any], clock: float, now: float) -> None:

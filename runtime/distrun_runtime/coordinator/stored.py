@@ -115,6 +115,7 @@ TASK: Members = {
 STATE: Members = {
     "id": TEXT,
     "name": TEXT,
+    "labels": TEXTS,
     "state": one_of(*facts.JOB_STATES),
     "command": TEXTS,
     "hosts": TEXTS,

@@ -406,6 +406,18 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
     assert not finding.ok
 
 
+@pytest.mark.parametrize("fails", ["srun", "scontrol", "none"])
+def test_commands_without_a_controller_are_told_with_what_to_type(fails: str, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun", "scontrol"):
+        says = "exit 1" if name == fails else "echo Slurmctld is DOWN"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    engine = Slurm()
+    engine.options = EngineOptions(config={"bin": str(tmp_path)})
+    finding = next(each for each in examined(engine) if not each.ok)
+    assert "systemctl start slurmctld" in finding.fix
+
+
 def test_more_tasks_than_an_allocation_has_processors_are_told() -> None:
     found = answers.jobs(told("running.scontrol"))
     cpus = sum(count for job in found for count in job.cpus.values())

@@ -14,7 +14,9 @@ from fakecoordinator import METRICS
 from sample_plan import sample_plan
 
 from distrun.cli import tables
+from distrun.dashboard.source import FrameSource
 from distrun.jobs import JobView
+from distrun_runtime.coordinator import jobfolder
 from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -74,6 +76,18 @@ def test_reports_that_cannot_be_read_are_none(folder: JobFolder) -> None:
     for content in ("{", "[]", '{"version": 1, "reports": 5}', '{"version": 9, "reports": {"loss": []}}'):
         (folder.path / "reports.json").write_text(content)
         assert folder.reports() == {}
+    folder.keep_reports({"loss": [[10**400, 0.0, 1.0], [1, 10**400, 1.0], [1, 1.0, 10**400]]})
+    assert "\nloss 1   min 1  max 1   " in text(folder)
+    folder.keep_reports({"x" * jobfolder.REPORTS_LIMIT: []})
+    assert folder.reports() == {}
+
+
+def test_what_was_seen_of_reports_stays_if_the_folder_has_none(folder: JobFolder) -> None:
+    folder.finish(Outcome(0, "succeeded", "all workers succeeded", job="calm-1"))
+    source = FrameSource(folder)
+    source.start(None)
+    assert "reports" not in [frame.type for frame in source.take()]
+    source.close()
 
 
 def test_what_tasks_say_cannot_control_the_terminal(folder: JobFolder) -> None:

@@ -64,6 +64,11 @@ def test_without_a_name_the_latest_job_is_meant_and_said(distrun: Distrun) -> No
     assert done.stdout == b"second\n"
     assert done.stderr.startswith(b"distrun: job second-")
     assert b", the latest\n" in done.stderr
+    assert distrun.answer("logs", "worker-0").stdout == b"second\n"
+    assert b"no task 'worker-7' in this job" in distrun.answer("logs", "worker-0", "worker-7").stderr
+    for command in ("attach", "stack"):
+        assert b" is over: " in distrun.answer(command, "worker").stderr
+    assert b"no job 'worker-'" in distrun.answer("logs", "worker-").stderr
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,13 @@ def test_tasks_that_are_no_problems_keep_the_order_of_ranks_whenever_they_ended(
     assert names(model)[:12] == [f"worker-{rank}" for rank in range(12)]
 
 
+def test_a_task_that_ended_well_although_it_lost_another_has_no_reason() -> None:
+    state = snapshots.state(8)
+    for task in state["tasks"]:
+        task.update(state="exited", code=0, lost_peer="worker-5", reason="worker-5@gpu02 failed")
+    assert {task.why for task in tell(Model("calm-otter-7f3"), state=state).tasks.values()} == {""}
+
+
 def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim() -> None:
     state = snapshots.state(8)
     for task in state["tasks"]:
@@ -272,7 +279,7 @@ def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim()
         task.update({} if is_cause or not failed else {"lost_peer": "worker-5", "reason": "worker-5@gpu02 failed"})
     model = tell(Model("calm-otter-7f3"), state=state)
     assert names(model, is_folded=True) == ["worker-5", "worker-[0-4,6-7]", "server-[0-1]", "scheduler"]
-    assert model.tasks["worker-0"].why == "lost worker-5: worker-5@gpu02 failed"
+    assert model.tasks["worker-0"].why == "lost worker-5@gpu02 failed"
     found = rows.task_rows(model.tasks.values(), "worker", "problems", False)
     table = rows.tasks(found, 100, NOW, 0.0, text.ASCII, has_marks=True)
     styles = [style for number in range(8) for words, style in table.line(number, False) if words.strip() == "failed"]

@@ -50,12 +50,13 @@ def test_rows_that_are_too_many_are_counted() -> None:
     assert (len(found["tasks"]["rows"]), found["tasks_hidden"]) == (page.ROWS, 13)
 
 
-def test_reports_are_plotted_over_steps_unless_these_went_back() -> None:
+def test_reports_are_plotted_over_steps_unless_these_went_back_or_did_not_go_on() -> None:
     reports = {"loss": [[10, 1.0, 2.5], [20, 2.0, "nan"], [30, 3.0, 0.5]], "a\x1b[1mb": [[5, 1.0, 1], [0, 2.0, 2]]}
-    loss, other = shown(model(reports=reports))["charts"]
+    reports["still"] = [[5, 1.0, 1], [5, 2.0, 2]]
+    loss, other, still = shown(model(reports=reports))["charts"]
     assert (loss["steps"], loss["times"], loss["series"]) == ([10, 20, 30], [1.0, 2.0, 3.0], [["", [2.5, None, 0.5]]])
     assert (loss["last"], loss["about"]) == ("0.5", "min 0.5  max 2.5")
-    assert (other["name"], other["steps"]) == ("ab", None)
+    assert (other["name"], other["steps"], still["steps"]) == ("ab", None, None)
 
 
 def test_what_a_job_uses_is_plotted_from_samples_then_history_then_what_came() -> None:

@@ -284,6 +284,12 @@ def test_curves_for_which_there_is_little_room_have_a_line_each_and_others_are_c
             assert lines[3] == "value-11 0.1742     #*==---..........._____________________  min 0.1742  max 2.3"
 
 
+def test_curves_take_the_room_of_a_large_terminal_that_other_panels_leave() -> None:
+    found = shown(of_reports(16), size=(300, 80))
+    at = [number for number, line in enumerate(found) if line.startswith("-- ")][:2]
+    assert at[1] - at[0] == 1 + 3 * 16
+
+
 def test_a_curve_whose_steps_went_back_is_told_by_its_time_and_odd_members_are_left_out() -> None:
     model, title = of_reports(0), "\x1b]0;x\x07\x1b[2Jc\n"
     reports = {"a": [[5, 1.0, 1.0], [1, 3700.0, 2.0]], title: [[None, 0.0, "nan"], [1, "x", 1], 7], "d": [], "e": 5}

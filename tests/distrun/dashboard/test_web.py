@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.client
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ import pytest
 from distrun_cli import wait_until
 from sample_plan import sample_plan
 
-from distrun.dashboard import web
+from distrun import client
+from distrun.dashboard import source, web
 from distrun.dashboard.model import Model
+from distrun.dashboard.page import RowChoice
 from distrun.dashboard.web import DashboardPort
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Outcome
@@ -49,13 +52,13 @@ def reply(
     port: DashboardPort, path: str, headers: Headers | None = None, method: str = "GET", token: str = ""
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Ask as the page does, unless told otherwise."""
-    client = http.client.HTTPConnection(facts.LOOPBACK, port.port, timeout=LIMIT_S)
-    client.putrequest(method, path, skip_host=True)
+    made = http.client.HTTPConnection(facts.LOOPBACK, port.port, timeout=LIMIT_S)
+    made.putrequest(method, path, skip_host=True)
     headers = headers if headers is not None else [("Host", f"127.0.0.1:{port.port}")]
     for name, value in [*headers, ("Authorization", f"Bearer {token or port.token}")]:
-        client.putheader(name, value)
-    client.endheaders()
-    with contextlib.closing(client), client.getresponse() as answer:
+        made.putheader(name, value)
+    made.endheaders()
+    with contextlib.closing(made), made.getresponse() as answer:
         return answer.status, answer.headers, answer.read()
 
 
@@ -157,6 +160,55 @@ def test_few_jobs_are_followed_and_none_that_nobody_looks_at(
     assert "job-0" not in port._watched
     monkeypatch.setattr(web, "UNWATCHED_S", 0.0)
     wait_until(lambda: not port._watched, LIMIT_S, "no job is followed")
+
+
+def test_a_job_that_is_followed_no_more_leaves_nothing_open(
+    port: DashboardPort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "END_S", 0.0)
+    monkeypatch.setattr(client, "ANSWER_S", 1.0)
+    store = JobStore(tmp_path)
+    store.create(sample_plan(job="damaged-1x1")).path.joinpath("control.json").write_text("{")
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()
+        store.create(sample_plan(job="silent-1x1")).write_control(silent.getsockname())
+        assert (ask(port, "/api/job?id=damaged-1x1"), ask(port, "/api/job?id=silent-1x1")) == (500, 200)
+        found = port._watched["silent-1x1"]
+        port._forget(["silent-1x1"])
+        assert found.page(RowChoice())["state"] == "starting", "a browser that asked meanwhile gets what is known"
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, LIMIT_S, "descriptors are closed")
+
+
+def test_a_fault_of_ours_is_shown_in_the_page_and_its_traceback_in_the_terminal(
+    port: DashboardPort, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port._read = lambda: {}["x"]
+    status, _, text = reply(port, "/api/jobs")
+    assert (status, text) == (500, b"internal error: KeyError: 'x'\n")
+    wait_until(lambda: "KeyError" in capfd.readouterr().err, LIMIT_S, "a traceback is written")
+
+
+def test_a_request_waits_for_another_one_only_for_a_time(port: DashboardPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "WAIT_S", 0.1)
+    for lock, path in ((port._listing, "/api/jobs"), (port._lock, f"/api/job?id={JOB}")):
+        with lock:
+            status, _, text = reply(port, path)
+        assert status == 500
+        assert json.loads(text)["error"].endswith("has not answered for 0.1 s")
+
+
+def test_a_list_whose_reading_takes_long_is_shown_for_longer(
+    port: DashboardPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, calls = port._read, []
+    port._read = lambda: calls.append(1) or read()
+    monkeypatch.setattr(web, "FRESH_S", 0.0)
+    for share, count in ((1e9, 1), (1e-9, 2), (1e-9, 2)):
+        monkeypatch.setattr(web, "BUSY", share)
+        assert ask(port, "/api/jobs") == 200
+        assert len(calls) == count
 
 
 def test_the_page_loads_files_of_its_own_only(port: DashboardPort) -> None:

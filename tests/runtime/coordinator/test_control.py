@@ -322,7 +322,7 @@ def test_stop_and_kill_are_signals_to_the_jobs_loop(request_: dict[str, Any], si
 
 def test_a_stop_before_the_loop_begins_is_a_signal_to_the_process(job: Job, signals: list[str]) -> None:
     assert Client(job.path).ask("stop").type == "stop"
-    wait_until(lambda: signals == ["SIGTERM"], LIMIT_S)
+    wait_until(lambda: signals == ["SIGTERM"], 20)
 
 
 def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None:
@@ -331,9 +331,9 @@ def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None
     job.opened()
     one, other = Client(job.path), Client(job.path)
     one.send("stack", task="worker-0")
-    wait_until(lambda: len(job.handled) == 1, LIMIT_S)
+    wait_until(lambda: len(job.handled) == 1, 20)
     other.send("stack")
-    wait_until(lambda: len(job.handled) == 2, LIMIT_S)
+    wait_until(lambda: len(job.handled) == 2, 20)
     assert job.handled == [messages.StackWanted(1, "worker-0"), messages.StackWanted(2, "")]
     job.service.stack(2, frames.TaskStack("worker-1", 1, "b"))
     job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
@@ -348,9 +348,9 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     job.opened()
     client = Client(job.path)
     client.send("stack")
-    wait_until(lambda: len(job.handled) == 1, LIMIT_S)
+    wait_until(lambda: len(job.handled) == 1, 20)
     client.socket.close()
-    wait_until(lambda: not job.service._asking, LIMIT_S)
+    wait_until(lambda: not job.service._asking, 20)
     job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
 
@@ -382,7 +382,7 @@ def test_64_clients_are_let_in_and_the_next_is_refused(job: Job) -> None:
     assert "has 64 clients already" in one_more.next().header["message"]
     assert one_more.rest() == []
     clients.pop().socket.close()
-    wait_until(lambda: len(job.service._clients) < service.CLIENTS, LIMIT_S)
+    wait_until(lambda: len(job.service._clients) < service.CLIENTS, 20)
     assert Client(job.path).hello.type == "hello"
 
 
@@ -498,7 +498,7 @@ def test_output_for_a_stopped_client_is_not_read(folder: str) -> None:
     served.listen(listener)
     stopped, lively = Client(listener.path), Client(listener.path)
     stopped.send("subscribe", output={"cursor": 0})
-    wait_until(lambda: readers, LIMIT_S)
+    wait_until(lambda: readers, 20)
     lively.send("subscribe", output={"cursor": 0})
     got = 0
     while got < 20_000_000:
@@ -541,7 +541,7 @@ def test_a_client_that_leaves_is_forgotten(way: int, job: Job) -> None:
     for number in range(100):
         job.prints(b"%d\n" % number)
         job.service.event({"event": "said"})
-    wait_until(lambda: not job.service._clients, LIMIT_S)
+    wait_until(lambda: not job.service._clients, 20)
     client.socket.close()
 
 
@@ -560,7 +560,7 @@ def test_the_loop_is_told_whether_snapshots_are_wanted_and_of_which_hosts(job: J
     other.subscribe(metrics=True, look=["d2", "d1"])
     one.subscribe(metrics=True, look=["d2"])
     other.socket.close()
-    wait_until(lambda: len(wanted(job)) == 3, LIMIT_S)
+    wait_until(lambda: len(wanted(job)) == 3, 20)
     one.subscribe(events=True)
     assert wanted(job) == [(True, ()), (True, ("d1", "d2")), (True, ("d2",)), (False, ())]
 

@@ -12,9 +12,10 @@ import pytest
 import schemas
 from hypothesis import given
 from hypothesis import strategies as st
-from measured import MeasuredJob
+from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
+from distrun_runtime.contract.agent_messages import Measured
 from distrun_runtime.coordinator.curves import POINTS, Curve, Curves, Point
 from distrun_runtime.coordinator.messages import KeepReports
 
@@ -66,6 +67,30 @@ def test_a_snapshot_has_means_of_the_ranks_whenever_one_has_reported() -> None:
         "loss": [[1, 1.0, 2.0], [2, 5.0, 1.0], [3, 9.0, 0.666667]],
         "lr": [[step, 4.0 * step - 3, 0.5] for step in (1, 2, 3)],
     }
+
+
+def test_what_a_task_that_ends_reports_last_is_a_point_and_changes_nothing_else() -> None:
+    job = MeasuredJob(sample_plan(2, 0, ("d1",)))
+    job.report("worker-0", 1, 10, loss=4.0)
+    before = job.run_to(3.0).snapshot()
+    last = {"step": 2, "total": 10, "values": {"loss": 2.0}, "time": WALL + 3.5}
+    job.tell(Measured("d1", {"clock": 5003.5, "time": WALL + 3.5, "ended": {"worker-0": last, "worker-7": last}}))
+    after = job.snapshot()
+    assert after["reports"]["loss"][-1] == [2, 3.0, 2.0]
+    assert (after["hosts"], after["tasks"].keys()) == (before["hosts"], before["tasks"].keys())
+    job = MeasuredJob(sample_plan(2, 0, ("d1",)))  # one that ends before its first sample
+    job.tell(Measured("d1", {"clock": 5003.5, "time": WALL + 3.5, "ended": {"worker-0": last}}))
+    (kept,) = [each.reports for each in job.measuring.finish(1.0) if isinstance(each, KeepReports)]
+    assert kept == {"loss": [[2, 1.0, 2.0]]}
+
+
+def test_a_number_that_comes_again_after_a_restart_keeps_its_first_point() -> None:
+    curves = Curves()
+    curves.add(1, 1.0, {"loss": 3.0, "accuracy": 0.1})
+    curves.add(2, 2.0, {"loss": 2.0})
+    curves.add(3, 2.5, {"loss": 1.0, "accuracy": 0.5}, replaces=True)
+    assert curves.shown()["accuracy"] == [[1, 1.0, 0.1], [3, 2.5, 0.5]]
+    assert [value for _, _, value in curves.shown()["loss"]] == [3.0, 1.0]
 
 
 def test_a_snapshot_has_what_was_reported_last_and_adds_no_points_however_often_it_is_made() -> None:

@@ -516,6 +516,20 @@ def test_folders_of_an_older_version_have_neither_request_nor_allocation(folder:
     assert folder.state()["state"] == "starting"
 
 
+def test_files_of_an_older_version_have_no_labels_and_a_damaged_record_stops_no_job_that_runs(tmp_path: Path) -> None:
+    made = JobStore(tmp_path).create(sample_plan(job="digits-001"), request=REQUEST)
+    for name in ("request.json", "state.json"):
+        value = json.loads((made.path / name).read_text())
+        assert value.pop("labels") == ["team=a"]
+        (made.path / name).write_text(json.dumps(value))
+    read = JobStore(tmp_path).find("digits-001")
+    assert (read.request()["labels"], read.state()["labels"]) == ([], [])
+    (made.path / "request.json").write_text("{")
+    read = JobStore(tmp_path).find("digits-001")
+    read.write_state("running", ())
+    assert (read.state()["state"], read.state()["labels"]) == ("running", [])
+
+
 def elsewhere(folder: jobfolder.JobFolder, silent_s: float) -> None:
     """Make another host the one that runs a job, and that has touched it so long ago by the server's clock."""
     (folder.path / "launcher.json").write_text(json.dumps(dict(folder.launcher(), host="elsewhere", boot="other")))

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
+from ports import free_port
 
 from distrun_runtime.arrays.shared_memory import BLOCKS
 from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut, because_of
 from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.ps import session as sessions
 from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.transport.inproc import InprocNetwork
@@ -137,6 +139,23 @@ def test_a_call_that_is_interrupted_as_it_begins_is_made_all_the_same() -> None:
             session.ask("statistics", [("server-0", Message(Kind.STATS, store=1))], begun=begun)
         assert told[0] is told[1]
         told[0].wait(DEADLINE_S)
+        session.end()
+
+
+def test_a_registration_that_failed_is_made_anew_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_current", own := sessions._CurrentSession())
+    own.is_watched = True  # The end of this process is not the session's.
+    with Cluster(1, 1) as cluster:
+        alone = config("worker", root_port=free_port(), start_timeout_s=0.1)
+        with pytest.raises(TimedOut):
+            sessions.current(lambda: alone)
+        failed = own.session
+        session = sessions.current(lambda: cluster.session(0).config)
+        assert session is not failed
+        assert failed is not None
+        with pytest.raises(StoreClosed, match="has left the job"):
+            failed.check()
+        assert sessions.current(lambda: alone) is session
         session.end()
 
 

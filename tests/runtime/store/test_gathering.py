@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import run_job
+from cluster import Cluster, open_store, run_job
 
 from distrun_runtime.arrays.dtypes import Buffer
+from distrun_runtime.errors import StoreClosed
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.store import dist
 from distrun_runtime.transport.inproc import InprocNetwork
 
 KEYS = ["k%d" % number for number in range(100)]
@@ -123,3 +125,34 @@ def test_a_gathered_pushpull_of_a_round_that_was_skipped_leaves_its_outputs_as_t
         return [float(outs[7][0]), float(pulled[0])]
 
     assert run_job(script, 2, 1, network=Slow().network) == [[-5.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_small_calls_are_sent_when_they_are_enough_for_a_message_though_nothing_was_answered(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "GATHERED_BYTES", 4 * full(0).nbytes)
+    slow = Slow()
+
+    def script(kv: KVStore) -> None:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        for key in KEYS:
+            (kv.push(key, full(1), wait=False) if verb == "push" else kv.pushpull(key, full(1), full(-1), wait=False))
+
+    run_job(script, 1, 1, network=slow.network)
+    # Each message has at most four values.
+    assert slow.data >= len(KEYS) / 4
+
+
+def test_small_calls_that_were_kept_when_the_process_left_the_job_are_told_of_by_the_next_call() -> None:
+    with Cluster(1, 1, over="inproc", network=Slow().network) as cluster:
+        session = cluster.session(0)
+        session.open()
+        kv = open_store("dist_sync", session)
+        kv.init(KEYS[:2], [full(0)] * 2)
+        for key in KEYS[:2]:
+            kv.push(key, full(1), wait=False)
+        session.note_crash(ValueError("my bug"))
+        session.end()
+        with pytest.raises(StoreClosed, match="this worker has left the job"):
+            kv.close()
