@@ -84,7 +84,7 @@ def _syntax(path: str, shown: str) -> Finding | None:
         line = (err.text or "").partition("\n")[0]
         return Finding(shown, err.lineno or 1, err.offset or 1, "", f"{type(err).__name__}: {err.msg}", line)
     except (OSError, ValueError, RecursionError, MemoryError):
-        pass  # whoever runs it meets it
+        pass  # running it shows the error
     return None
 
 
