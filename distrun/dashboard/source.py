@@ -35,6 +35,8 @@ EVENTS_SIZE = 64 * 1024
 """Bytes from the end of events.jsonl that are read at the start."""
 WAITING = 10_000
 """Frames that may wait for the dashboard; older ones are dropped."""
+WAITING_OUTPUT = 16 * 1024 * 1024
+"""Bytes of output that may wait for it."""
 END_S = 2.0
 
 
@@ -48,6 +50,7 @@ class FrameSource:
         self._folder = folder
         self._lock = threading.Lock()
         self._frames: deque[Frame] = deque(maxlen=WAITING)
+        self._output_size = 0
         self._connection: ControlConnection | None = None
         self._wanted: Mapping[str, object] = {"events": True, "metrics": True}
         self._is_ending = threading.Event()
@@ -82,6 +85,7 @@ class FrameSource:
         with self._lock:
             found = list(self._frames)
             self._frames.clear()
+            self._output_size = 0
         return found
 
     def send(self, kind: str, **members: object) -> bool:
@@ -212,9 +216,17 @@ class FrameSource:
                     if waiting.type == "metrics":
                         del self._frames[at]
                         break
+            elif frame.type == "output":
+                self._output_size += len(frame.body)
+                while self._output_size > WAITING_OUTPUT and (old := self._first_output()) is not None:
+                    self._output_size -= len(old.body)
+                    self._frames.remove(old)
             self._frames.append(frame)
         with contextlib.suppress(BlockingIOError):
             os.write(self._waking, b"w")
+
+    def _first_output(self) -> Frame | None:
+        return next((each for each in self._frames if each.type == "output"), None)
 
 
 # Reads members of frames and files. A member that is missing, null or of a wrong type is unknown. No side effects.

@@ -35,7 +35,7 @@ def test_a_job_whose_coordinator_is_elsewhere_is_shown_with_logs_and_its_first_e
     screen.type("q")
     screen.expect("2 running", 2)
     page = lab.start("dashboard", job)
-    url, _, token = wait_until(lambda: page.out, LIMIT_S, "a URL").strip().partition("#token=")
+    url, _, token = wait_until(lambda: page.out.partition("\n")[0], LIMIT_S, "a URL").partition("#token=")
     token = token.partition("&")[0]
     wait_until(lambda: '["2 running", ' in asked(lab, f"{url}api/job?id={job}", token), LIMIT_S, "the job's page")
     wait_until(lambda: '"CPU cores"' in asked(lab, f"{url}api/job?id={job}", token), LIMIT_S, "a plot")

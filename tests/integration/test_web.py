@@ -188,13 +188,19 @@ def test_plots_are_drawn_in_both_colours_and_say_their_numbers(tmp_path: Path, b
 
 
 @pytest.mark.slow
-def test_without_its_token_the_page_says_what_to_open(tmp_path: Path, browser: Browser) -> None:
+def test_without_its_token_the_page_says_what_to_open_and_the_browser_need_not_keep_it(
+    tmp_path: Path, browser: Browser
+) -> None:
     port = DashboardPort(list, JobStore(tmp_path).find)
     port.start()
+    nothing = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('blocked'); } })"
     try:
+        browser.call("Page.addScriptToEvaluateOnNewDocument", source=nothing)
         browser.open(port.url)
         browser.until(
             "document.getElementById('problem').innerText.includes('Open the URL that distrun dashboard printed')"
         )
+        browser.open(port.address())
+        browser.until("!at('list').hidden")
     finally:
         port.close()

@@ -14,11 +14,23 @@ const at = (id) => document.getElementById(id);
 function place() {
   const told = new URLSearchParams(location.hash.slice(1));
   if (told.has("token")) {
-    localStorage.setItem(KEY, told.get("token"));
+    token(told.get("token"));
     told.delete("token");
     history.replaceState(null, "", location.pathname + (told.size ? `#${told}` : ""));
   }
   return told.get("job") || "";
+}
+
+let own = ""; // the token, if the browser keeps nothing
+
+/** Return the token, which all tabs share and a reload finds; `given`: a new one. */
+function token(given = "") {
+  try {
+    if (given) localStorage.setItem(KEY, given);
+    return localStorage.getItem(KEY) || "";
+  } catch {
+    return (own = given || own);
+  }
 }
 
 let job = "", timer = 0, turn = 0, axis = "steps";
@@ -47,7 +59,7 @@ function query() {
 }
 
 async function ask(path) {
-  const headers = { Authorization: `Bearer ${localStorage.getItem(KEY) || ""}` };
+  const headers = { Authorization: `Bearer ${token()}` };
   const reply = await fetch(path, { headers, signal: AbortSignal.timeout(LIMIT_MS) });
   if (reply.ok) return reply.json();
   const isJson = reply.headers.get("Content-Type") === "application/json";

@@ -22,6 +22,7 @@ from distrun.dashboard.model import Model
 from distrun.dashboard.page import RowChoice
 from distrun.dashboard.web import DashboardPort
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.httpport import REQUEST_SIZE
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -179,6 +180,19 @@ def test_a_job_that_is_followed_no_more_leaves_nothing_open(
         port._forget(["silent-1x1"])
         assert found.page(RowChoice())["state"] == "starting", "a browser that asked meanwhile gets what is known"
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, LIMIT_S, "descriptors are closed")
+
+
+def test_output_that_no_browser_takes_is_dropped_and_events_are_kept(tmp_path: Path) -> None:
+    made = source.FrameSource(JobStore(tmp_path).create(sample_plan(job=JOB)))
+    for number in range(200):
+        made._put(Frame({"type": "event", "event": {"number": number}}))
+        made._put(Frame({"type": "output", "task": "worker-0"}, b"%08d" % number * 2**14))
+    made.start(None)
+    found = made.take()
+    output = [frame.body for frame in found if frame.type == "output"]
+    assert (len(output), output[-1][:8]) == (source.WAITING_OUTPUT // 2**17, b"00000199")
+    assert len([frame for frame in found if frame.type == "event"]) == 200
+    made.close()
 
 
 def test_a_fault_of_ours_is_shown_in_the_page_and_its_traceback_in_the_terminal(
