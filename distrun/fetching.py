@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrun import backends
@@ -26,6 +27,7 @@ from distrun.errors import SyncError, UsageError
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
 from distrun.formats import size as size_text
+from distrun.sync.rules import FETCHED
 from distrun_runtime.contract.agent_messages import AnswerPiece
 from distrun_runtime.contract.facts import WORKER, duration
 from distrun_runtime.contract.folder import ON, PARTIAL
@@ -61,7 +63,7 @@ def fetch(job: JobFolder, patterns: Sequence[str], to: str, source: str, say: Sa
     Args:
         job: the folder of the job.
         patterns: as `options.parse_fetched` returns them.
-        to: a folder here, which is made.
+        to: a folder here, which is made; empty: one that is called as the job, which later jobs are not sent.
         source: the folder on each host; empty: the one in which tasks start.
         say: takes messages.
 
@@ -79,10 +81,14 @@ def fetch(job: JobFolder, patterns: Sequence[str], to: str, source: str, say: Sa
     owners = [each for each in found if not each.shared and not each.problem]
     is_one_folder = len(found) == len([each for each in found if each.shared]) + 1
     for each in owners:
-        each.aim(to if is_one_folder else os.path.join(to, each.name))
+        each.aim((to or job.id) if is_one_folder else os.path.join(to or job.id, each.name))
     for pattern in patterns:
         if owners and not any(_fits(name, pattern) for each in owners for name in each.listed):
             say(f"{pattern!r}: there are no such files in {', '.join(sorted(set(folders.values())))}", "warning")
+    if not to and any(each.wanted for each in owners):
+        with contextlib.suppress(OSError):  # the copy says what is wrong with the folder
+            os.makedirs(job.id, exist_ok=True)
+            Path(job.id, FETCHED).touch()
     _run(job.id, [each for each in owners if each.wanted], say)
     failed = [each for each in found if each.problem]
     for each in found:

@@ -478,7 +478,7 @@ class Job:
         wanted = [parse_fetched("PATH", path) for path in paths or given.get("fetch", ())]
         if not wanted:
             raise UsageError("no files are named", f"distrun fetch {self.id} 'out/*'")
-        return fetching.fetch(self.folder, wanted, to or self.id, source, self.say)
+        return fetching.fetch(self.folder, wanted, to, source, self.say)
 
     def stop(self, grace_s: float | None = None) -> Killed:
         """Stop it and everything that it started; return what was done. See `killing.kill`."""

@@ -68,11 +68,11 @@ class Option(NamedTuple):
     is_path: bool = False
     """It names files here; in a file, relative ones are below that file's folder."""
     typed_only: bool = False
-    """It is an option of the command line, and stands in no file and no variable."""
+    """It is an option of the command line only: no file and no variable can set it."""
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Where it stands in a job file: `("workers",)`; `("worker", "cores")` is `cores` in the table `worker`."""
+        """Its place in a job file: `("workers",)`; `("worker", "cores")` is `cores` in the table `worker`."""
         if self.key in ("workers", "servers"):
             return (self.key,)
         name = self.name[self.name.index("--") + 2 :].partition("/")[0]

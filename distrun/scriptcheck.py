@@ -84,7 +84,7 @@ def _syntax(path: str, shown: str) -> Finding | None:
         line = (err.text or "").partition("\n")[0]
         return Finding(shown, err.lineno or 1, err.offset or 1, "", f"{type(err).__name__}: {err.msg}", line)
     except (OSError, ValueError, RecursionError, MemoryError):
-        pass  # whoever runs it meets it
+        pass  # running it shows the error
     return None
 
 
@@ -124,10 +124,11 @@ def imports(request: JobRequest) -> Mapping[str, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             body = ast.parse(_text(path)).body
+        names = os.listdir(os.path.dirname(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     extra = request.sync_rules.extra if request.sync_rules else ()
-    beside = {name.partition(".")[0] for name in (*os.listdir(os.path.dirname(path)), *(each.name for each in extra))}
+    beside = {name.partition(".")[0] for name in (*names, *(each.name for each in extra))}
     found: dict[str, str] = {}
     for statement in body:
         if _BRINGS.search(ast.unparse(statement)):

@@ -81,6 +81,11 @@ def test_no_code_is_left_between_the_words_of_the_reference(site: Path) -> None:
             assert not re.search(r"\n {2,}\S", paragraph), "%s: %s" % (page.name, paragraph[:200])
 
 
+def test_the_reference_has_nothing_that_is_not_for_users(site: Path) -> None:
+    for page in (site / "api").glob("*.html"):
+        assert "Not for users" not in text_of(article(page)), page.name
+
+
 def test_trainer_page_shows_the_constructor_and_no_internal_class(site: Path) -> None:
     page = site / "api" / "trainer.html"
     (constructor,) = (block for block in code_blocks(page) if block.startswith("Trainer("))

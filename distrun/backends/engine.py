@@ -154,7 +154,7 @@ class Grant(NamedTuple):
 
 
 class QueueStatus(NamedTuple):
-    """How a job stands in its engine."""
+    """The state of a job in its engine."""
 
     state: str
     """QUEUED, RUNNING or ENDED."""

@@ -653,7 +653,7 @@ def parse_states(text: str) -> dict[str, str]:
 
 
 _NO_MESSAGES = ("(Collecting of scheduler job information", "There are no messages available")
-"""What stands in place of messages: the site turns them off, or the scheduler has not looked again yet."""
+"""Texts in place of messages: the site turns them off, or the scheduler has not looked again yet."""
 
 
 def parse_messages(text: str, job: str) -> list[str]:

@@ -138,7 +138,7 @@ class JobCommand(click.Command):
 def _project() -> tuple[str, bytes]:
     """Return the path and the content of the nearest pyproject.toml with a table for distrun; empty: there is none.
 
-    A file of another user, or a link of theirs, is not taken: whoever can write to a folder above this one could run
+    A file of another user, or a link of theirs, is ignored: any user who can write to a folder above this one could run
     commands here by it.
     """
     from distrun.requesting import current_folder
@@ -147,7 +147,7 @@ def _project() -> tuple[str, bytes]:
     while True:
         path = os.path.join(folder, "pyproject.toml")
         with contextlib.suppress(OSError):
-            if os.path.isfile(path):  # else it may be a pipe of somebody's, on which this would wait
+            if os.path.isfile(path):  # else it may be another user's pipe, on which this would wait
                 with open(path, "rb") as file:
                     content, owner = file.read(), os.stat(file.fileno()).st_uid
                 if b"tool.distrun" in content:

@@ -118,7 +118,7 @@ def queued_as_json(job: QueuedJob, submission: Submission, script: Script) -> di
 
 
 def queued_as_text(job: QueuedJob, submission: Submission, script: Script) -> str:
-    """Return what would be submitted to an engine, for a reader. What depends on its answers stands in braces."""
+    """Return what would be submitted to an engine, for a reader. Values that depend on its answers are in braces."""
     lines = [f"job {submission.job} for {job.backend.name}, which calls it {submission.marker}"]
     lines.append("nothing is submitted; {...} is filled in when it is known")
     for name, text in script.files.items():

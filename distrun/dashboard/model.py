@@ -292,7 +292,9 @@ class Model:
         elif kind == "event":
             self._take_event(source.members(header.get("event")))
         elif kind == "reports":
-            self.reports = source.curves(header.get("reports"))
+            found = source.curves(header.get("reports"))
+            if _newest(found) >= _newest(self.reports):  # the folder of a lost job has those of a minute before
+                self.reports = found
         elif kind == "outcome":
             self._take_outcome(source.members(header.get("outcome")), now)
         else:
@@ -476,6 +478,10 @@ def _task(
         quiet_s=None if quiet_s is None else quiet_s + silent_s,
     )
     return TaskView(**known, is_consequence=bool(lost_peer))
+
+
+def _newest(reports: Mapping[str, Sequence[source.Point]]) -> float:
+    return max((at for points in reports.values() for _, at, _ in points[-1:]), default=-1.0)
 
 
 def _store(told: Mapping[str, object]) -> StoreView:

@@ -6,7 +6,8 @@ The first pattern that matches a path decides. Their order:
 2. --sync-exclude
 3. `.distrunignore` in the source. Its syntax is that of rsync's --exclude-from: one pattern a line, `#` begins a
    comment, `+ PATTERN` keeps what a later pattern would leave out.
-4. `DEFAULT_EXCLUDES`, without --sync-gitignore. With it, git's list of files says what is copied (`tree.py`). Patterns
+4. folders of fetched results
+5. `DEFAULT_EXCLUDES`, without --sync-gitignore. With it, git's list of files says what is copied (`tree.py`). Patterns
    of .gitignore are never given to rsync, which reads them differently.
 """
 
@@ -24,6 +25,8 @@ from distrun_runtime.contract.folder import MARKER, PARTIAL
 from distrun_runtime.coordinator.messages import KeepRule
 
 IGNORE_FILE = ".distrunignore"
+FETCHED = ".distrun-fetched"
+"""File that says: `distrun fetch` made this folder, and gave it its name. It has results, which no job needs."""
 
 DEFAULT_EXCLUDES = (
     # Version control: the history is often larger than the files.
@@ -131,12 +134,13 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
 
 
 def filters(rules: CopyRules, source: str) -> list[str]:
-    """Return rsync's filter options for the copy of `source`. Reads its `.distrunignore`.
+    """Return rsync's filter options for the copy of `source`. Reads its `.distrunignore`, and looks for `FETCHED`.
 
     Raises:
         UsageError: `.distrunignore` cannot be read.
     """
     patterns = ["/" + MARKER, PARTIAL + "*", *rules.excludes, *_ignore_file(source)]
+    patterns += [f"/{literal(each.parent.name)}/" for each in sorted(Path(source).glob(f"*/{FETCHED}"))]
     if not rules.gitignore:
         patterns += DEFAULT_EXCLUDES
     return [*protected(rules), *("--exclude=" + pattern for pattern in patterns)]

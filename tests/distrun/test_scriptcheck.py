@@ -134,6 +134,7 @@ def test_what_a_script_imports_in_any_case_is_found(tmp_path: Path) -> None:
     ):
         assert imported(tmp_path, f"import os\n{brings}\nimport own\n") == {"os": "sub/train.py:1"}, brings
     assert imported(tmp_path, "if x = 1:\n") == {}
+    assert scriptcheck.imports(JobRequest(("python3", "nowhere/train.py"), 1, 0, str(tmp_path))) == {}
 
 
 def test_a_module_that_is_missing_is_told_before_the_script_runs(folder: Distrun) -> None:

@@ -9,6 +9,9 @@ import pytest
 from distrun_cli import Distrun
 from lab import Site, wait_until
 
+from distrun.sync.rules import FETCHED, CopyRules
+from distrun.sync.tree import members
+
 LIMIT_S = 60.0
 
 
@@ -29,9 +32,13 @@ def test_files_of_a_local_job_come_from_its_folder(distrun: Distrun) -> None:
     done = distrun.launch("-n", "2", "-s", "0", "--fetch", "out", "mkdir -p out; echo $RANK > out/$RANK")
     assert done.returncode == 0, done.stderr
     job = distrun.job.name
-    assert files(distrun.work / job) == {"out/0": "0\n", "out/1": "1\n"}
+    assert files(distrun.work / job) == {"out/0": "0\n", "out/1": "1\n", FETCHED: ""}
     assert distrun.run("fetch", job, "--to", "again").returncode == 0
     assert files(distrun.work / "again") == {"out/0": "0\n", "out/1": "1\n"}
+    # A later job gets what has been fetched to a folder that was named, and not what is in the one of an earlier job.
+    for kept in ((), (f"+ {job}",)):
+        tops = {each.name.split(b"/")[0].decode() for each in members(str(distrun.work), CopyRules(kept))}
+        assert {"again", job} & tops == ({"again", job} if kept else {"again"})
     for words, code, says in (
         (("launch", "-n", "1", "--fetch", "../x", "true"), 2, b"expected a path below the job's folder"),
         (("fetch", job, "/etc/passwd"), 2, b"distrun fetch JOB --from DIR PATH"),
@@ -55,7 +62,7 @@ def test_a_failed_jobs_files_come_before_the_report_and_later_without_the_host_t
     assert done.code == 4
     assert "files of 1 of 2 hosts did not come" in done.err
     assert "h1: " in done.err
-    assert files(lab.work / job) == {"h2/out/rank": "1\n"}
+    assert files(lab.work / job) == {"h2/out/rank": "1\n", FETCHED: ""}
     assert ".on" not in lab["h2"].exec("ls", "-A", "/tmp/job")
 
 

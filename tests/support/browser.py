@@ -25,7 +25,7 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         program = shutil.which("chromium") or shutil.which("google-chrome")
         if program is None:
-            pytest.skip("chromium is not installed: scripts/test setup installs it, as root on Debian")
+            pytest.skip("chromium is not installed; as root on Debian, scripts/test setup does that")
         its_in, self._out = os.pipe()
         self._in, its_out = os.pipe()
         argv = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

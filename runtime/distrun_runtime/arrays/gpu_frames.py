@@ -2,7 +2,7 @@
 
 Such a frame is a buffer at the device's address: in CUDA's one address space nothing else is there. It has its size and
 its place, and can be cut like any other, so what routes, counts and checks frames does not know of it. But the host
-cannot read it: that would end the process. So whoever reads a frame asks first, while this process has any (`IN_USE`).
+cannot read it: that would end the process. So code that reads a frame asks first, if this process has any (`IN_USE`).
 """
 
 from __future__ import annotations

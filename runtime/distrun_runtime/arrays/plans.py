@@ -8,7 +8,7 @@ again reads what it was given by a few passes in C over the whole list, compares
                                                      None: it has no plan; look at the arrays one by one
 
 Whatever is unusual has no plan: other libraries, or both, host memory, arrays that are not contiguous, outputs that
-share memory. Nothing has been done then, and whoever looks at the arrays one by one says what is wrong.
+share memory. Nothing has been done then, and the code that looks at the arrays one by one says what is wrong.
 
 The order with the program's work is that of `gpu_devices`: ours comes after what is queued on the library's current
 stream and before what will be. One list keeps the program's arrays until our work on them is over.

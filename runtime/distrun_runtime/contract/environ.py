@@ -1,6 +1,6 @@
 """The one table of environment variables, and the only reader of os.environ.
 
-Every variable that distrun sets or reads stands in `TABLE` with its type, default and range; `docs/environment.md`
+Every variable that distrun sets or reads is in `TABLE` with its type, default and range; `docs/environment.md`
 is checked against it. `read` gives a checked value or an error that says variable, value, host and what would be
 right. Standard library only, Python 3.8.
 """

@@ -1,7 +1,7 @@
 """The plan of a job: everything that will happen, as one value, made before anything does.
 
 A plan holds no secret: it names the variables that are forwarded, `Secrets` carries their values beside it, to
-the agents only, and is never written. What is known only later (the scheduler's port, a reserved port) stands in
+the agents only, and is never written. What is known only later (the scheduler's port, a reserved port) is in
 `Task.refs` as `{name}` references; `resolve` fills them from the facts that the agents report.
 
 No side effects. JSON both ways; the format is fixed by `docs/protocol.md` and carries a version.

@@ -304,7 +304,7 @@ class Inlet:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
         for frame in self._session.feed(data):
             found.append(messages.to_event(self._host, frame, now))
-        for event in found:  # only now: if a frame is wrong, nobody gets the events before it
+        for event in found:  # only now: if a frame is wrong, the events before it are dropped
             self.said_bye = self.said_bye or isinstance(event, Bye)
             self.has_refused = self.has_refused or isinstance(event, StartFailed)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:

@@ -1,7 +1,7 @@
 """The job store: one folder a job, found by id, by the beginning of an id, or by name.
 
 It is `$XDG_STATE_HOME/distrun/jobs/ID` (`~/.local/state` where that is unset); with --run-dir the folder is
-DIR/ID and a link to it stands in its place. What a folder holds is `jobfolder`.
+DIR/ID and a link to it is in its place. What a folder holds is `jobfolder`.
 """
 
 from __future__ import annotations

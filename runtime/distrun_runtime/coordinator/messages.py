@@ -113,7 +113,7 @@ class PlaceClaimedTwice(NamedTuple):
 
 
 class EngineTold(NamedTuple):
-    """How a job stands in the engine that is to find room for it, or that it does not say."""
+    """The state of a job in the engine that places it, or that the engine does not say."""
 
     standing: Any
     """A `QueueStatus`; None: it does not say."""

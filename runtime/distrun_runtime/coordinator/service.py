@@ -99,7 +99,7 @@ class Service:
         """The outcome, or why there is none."""
         self._put: Optional[Callable[[Event], None]] = None
         self._cursor = 0
-        """Bytes of output so far: where the launching client stands in the logs."""
+        """Bytes of output so far: the launching client's position in the logs."""
         self._answers: Dict[int, Optional[str]] = {}
         self._asked = 0
         self._stacks_asked = 0

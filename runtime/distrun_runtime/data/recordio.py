@@ -145,7 +145,7 @@ def unpack(record: bytes) -> tuple[IRHeader, bytes]:
 
 
 def encode(record: bytes) -> bytes:
-    """Return a record as it stands in a file: its parts, with heads and padding.
+    """Return a record in the format of a file: its parts, with heads and padding.
 
     Raises:
         TypeError: a record that is not bytes.
@@ -363,7 +363,7 @@ def _need_id(what: str, number: object) -> None:
 
 
 def _magics(record: bytes) -> Iterator[int]:
-    """Yield where the magic number stands in a record, at multiples of 4."""
+    """Yield the positions of the magic number in a record, at multiples of 4."""
     words = np.frombuffer(record, "<u4", len(record) // 4)
     yield from (4 * np.flatnonzero(words == MAGIC)).tolist()
 

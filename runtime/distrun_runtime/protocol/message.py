@@ -237,7 +237,7 @@ class Message:
     is_error: bool = False
     """It says that a request failed; the body says why."""
     is_relayed: bool = False
-    """The shards are on another server, for which the receiver stands in on the sender's host (`ps.relay`)."""
+    """The shards are on another server, for which the receiver is the relay on the sender's host (`ps.relay`)."""
 
     @property
     def size(self) -> int:

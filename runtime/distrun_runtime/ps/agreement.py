@@ -279,9 +279,7 @@ def _called(records: Sequence[Record], at: int) -> str:
 
 
 SAME_CALLS = "fix: make the same collective calls in the same order on all workers, with equal shapes and dtypes"
-SAME_ORDER = (
-    "fix: give the parameters in the same order on all workers; a dict of parameters is taken in the order of its names"
-)
+SAME_ORDER = "fix: give the parameters in the same order on all workers; a dict of parameters is sorted by its names"
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -517,7 +515,7 @@ class Rules:
         return spec_json(self.spec(store))
 
     def forget(self, store: int) -> list[role.Action]:
-        """No worker has the store any more: nobody waits for a change there, and its number may be another's soon."""
+        """No worker has the store any more: none waits for a change there, and its number may be another's soon."""
         self._specs.pop(store, None)
         self._waiting = deque(change for change in self._waiting if change.store != store)
         self._changing = None if self._changing == store else self._changing

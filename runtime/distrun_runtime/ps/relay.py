@@ -1,4 +1,4 @@
-"""A server that stands in for the servers of other hosts: workers of its host add before anything leaves it.
+"""Relays: a server that adds what the workers of its host push for servers of other hosts, and sends the sums.
 
 Between hosts a link is slow, and on a host memory is fast. So workers of one host push what belongs to a server
 elsewhere to a server of their own host, their relay. It adds up what they push, and sends each round's sum to the
@@ -43,10 +43,11 @@ waits (`role.FIRST_NOTE_S`)."""
 
 
 def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
-    """Return for each server of another host the server on `host` that stands in for it, by rank.
+    """Return the relay on `host` of each server of another host, by rank.
 
-    None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
-    the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no values.
+    There is none unless `host` has several workers: their contributions are added before they leave it. Its servers
+    share the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no
+    values.
     """
     return relays_of_hosts([node for node in nodes if node.role == "server" or node.host == host]).get(host, {})
 
@@ -193,7 +194,7 @@ class Relay:
     def forget(self, number: int) -> Store | None:
         """A store is closed; return the table of its shards, if there is one.
 
-        All sums of it are acknowledged, unless one of its workers was lost: then nobody waits for that.
+        All sums of it are acknowledged, unless one of its workers was lost: then no worker waits for that.
         """
         of = self.stores.pop(number, None)
         self._sums = {each: store for each, store in self._sums.items() if store != number}

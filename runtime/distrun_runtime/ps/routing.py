@@ -188,7 +188,7 @@ class Portion:
     size: int
     """Elements."""
     is_relayed: bool = False
-    """Whether `server` stands in for the one that has the shards (`ps.relay`)."""
+    """Whether `server` is a relay for the one that has the shards (`ps.relay`)."""
     bucket: int = 0
     """Number under which the server knows the entries; 0: it does not."""
     base: Array | None = None
@@ -504,8 +504,8 @@ def portions_of(
         hows: how each key's values travel; empty: all plain.
         sizes: bytes of each shard's payload, sent or answered; empty: those of its elements.
         message_bytes: the most that a message carries, unless one shard has more.
-        relays: for each key, which server stands in for which others (server to relay); empty: none does for any. What
-            it passes on goes over a network: MESSAGE_BYTES at most.
+        relays: for each key, the relays of its servers (server to relay); empty: there are none. What
+            a relay passes on goes over a network: MESSAGE_BYTES at most.
     """
     if not shards:
         return []

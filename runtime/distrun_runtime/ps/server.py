@@ -132,7 +132,7 @@ class Server:
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
         self._lags: dict[int, Lags] = {}
-        """By the number of the store; those of stores for which this server stands in are negative. That of the
+        """By the number of the store; those of stores for which this server is a relay are negative. That of the
         closed store that had a round last is kept."""
         self._over_rounds = 0
         """Rounds of the stores that are closed."""
@@ -826,7 +826,7 @@ class Server:
         return actions
 
     def _tables(self, number: int) -> list[Store]:
-        """Return what is known of a store: its shards here, and those of other servers for which this one stands in."""
+        """Return what is known of a store: its shards here, and those of servers for which this one is a relay."""
         others = self._relay.store(number)
         return [self._store(number), *([] if others is None else [others])]
 

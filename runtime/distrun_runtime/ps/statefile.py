@@ -5,7 +5,7 @@
     FOLDER/data-ID/worker-0.npz   what worker 0 keeps for itself
 
 A save makes a new data folder and replaces the manifest last, so that FOLDER is at every moment either what it was or
-what it is to be. Nothing in these files is ever unpickled. bfloat16 stands in them as uint16.
+what it is to be. Nothing in these files is ever unpickled. bfloat16 is uint16 in them.
 
 Reading has two phases. `stage` reads and checks all that a server's shards need, and makes the rule's states of it.
 The caller keeps it beside the shards, and puts it in their places when all servers could read theirs. So a torn file,

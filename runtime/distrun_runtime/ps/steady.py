@@ -8,7 +8,7 @@ answers have heads that were made before and refer to the arenas.
 All tables (`shards.Store`, `values.Values`, pulls that wait, counters) are left as `server.Server` and the engine leave
 them, and the same bytes are sent. So messages that are known and others may alternate at will, as long as all that
 `_look` has found of a set of shards holds: it is asked again after any other event, after a message for another set of
-some of them, and when a round is over that somebody still waits for. `take` returns None, and
+some of them, and when a round is over that a worker still waits for. `take` returns None, and
 has changed nothing, for what is not known, is not in step, or comes while anything unusual is under way in its store.
 """
 

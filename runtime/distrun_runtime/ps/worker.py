@@ -160,7 +160,7 @@ class Worker:
         self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
         self.relays: Mapping[int, int] = {}
-        """Servers of other hosts to the one of this host that stands in for each, by rank (`relay`)."""
+        """Maps servers of other hosts to their relays on this host, by rank (`relay`)."""
         self.relays_of_hosts: Sequence[Mapping[int, int]] = ()
         """The same, of every host that has relays."""
         self._summing: list[NodeIdentity] = []
@@ -415,7 +415,7 @@ class Worker:
         self.dead.add(who)
         error, rank = because_of(PeerLost(reason), who), role.worker_rank(who)
         lost = [each for each in self._memberships or {None} if self._lost_to(each) is None]
-        if rank is None or not self.servers:  # Before the roster is here, whoever is missing ends the registration.
+        if rank is None or not self.servers:  # Before the roster is here, any missing node ends the registration.
             failed = self.fail(error)
         else:
             self._lost = self._lost or error

@@ -570,7 +570,7 @@ class DistBackend(StoreBackend):
         self, kind: Kind, key: Any, values: Any, outs: Any, *, priority: object, scale: object = 1.0
     ) -> Pending | None:
         if own_pid() != self._pid:
-            self.lifetime.check_process()  # in a child that was forked nobody gives the lock back
+            self.lifetime.check_process()  # in a child that was forked the lock is never released
         if type(key) is str or type(key) is int:
             values, outs = (values,), (outs,)
         # A signal handler may raise behind any call, but not within what C does by one: the lock is taken and noted by

@@ -426,7 +426,7 @@ def open_link(
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
         link.give_up(f"{what} was called instead")
-        link.close()  # When it is made after all, nobody here has it.
+        link.close()  # If the servers make it after all, it has no user.
         link = None
     if link is None:
         link = StoreLink(node, facts, [number for number, one in list(made.open.items()) if one.is_unused], group)

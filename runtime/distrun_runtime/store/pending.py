@@ -189,7 +189,7 @@ class Late:
 
     @property
     def has_errors(self) -> bool:
-        """Whether `raise_first` would raise one, now or when nobody waits for its call any more."""
+        """Whether `raise_first` would raise one, now or when no thread waits for its call any more."""
         return bool(self._errors)
 
     def raise_first(self) -> None:

@@ -86,7 +86,7 @@ class SentCall(Pending):
     ) -> None:
         self.what = request.what
         self.take = take
-        """How `wait` takes the replies in. It may be set until somebody waits."""
+        """How `wait` takes the replies in. It may be set until a thread waits."""
         self._request = request
         self._link = link
         self._late = late
@@ -110,7 +110,7 @@ class SentCall(Pending):
         self._request.then(lambda error: act())
 
     def fill(self) -> None:
-        """Take the replies in; raises what went wrong, which nobody is told of."""
+        """Take the replies in; raises what went wrong, without reporting it."""
         check_process(self._pid, self.what)
         if not self._is_over and self._request.error is None and not self._late.has_errors:
             self._take_in(self._request.replies)

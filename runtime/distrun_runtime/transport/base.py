@@ -199,5 +199,5 @@ class Transport(Protocol):
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """Return where a node is reached, `tcp://address:port`; an IPv6 address stands in brackets."""
+    """Return where a node is reached, `tcp://address:port`; an IPv6 address is in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

@@ -197,7 +197,7 @@ class _DirectStream:
         self.out: deque[_Sending] = deque()
         """What was not sent completely."""
         self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
-        """Whole messages that nobody has taken (take one by removing it); bytes of an incomplete one, and those behind
+        """Whole messages that were not taken (take one by removing it); bytes of an incomplete one, and those behind
         them that were not looked at; else an incomplete long one."""
         self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
 

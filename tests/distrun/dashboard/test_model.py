@@ -305,3 +305,10 @@ def test_a_frozen_copy_stays_as_it_is() -> None:
     with_task(model, "worker-0", NOW + 1, condition="stalled")
     assert model.tasks["worker-0"].word == "stalled"
     assert held.tasks["worker-0"].word == "running"
+
+
+def test_a_lost_job_keeps_its_curves_if_its_folder_has_older_ones() -> None:
+    model = tell(Model("calm-otter-7f3"), metrics={"reports": {"loss": [[1, 1.0, 2.0], [9, 9.0, 1.0]]}})
+    for kept in ({}, {"loss": [[1, 1.0, 2.0]]}):
+        assert len(tell(model, reports=kept).reports["loss"]) == 2
+    assert tell(model, reports={"loss": [[9, 9.0, 1.0]]}).reports["loss"] == ((9, 9.0, 1.0),)
