@@ -18,9 +18,10 @@ from pathlib import Path
 
 import click
 
-from distrun.cli.common import my_jobs, say
+from distrun.cli.common import my_jobs, say, takes
 from distrun.cli.console import print_out
 from distrun.errors import UsageError
+from distrun.options import count
 from distrun_runtime.contract import environ, facts, process
 
 SHOWN = 50
@@ -29,11 +30,9 @@ SHOWN = 50
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", required=False)
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port on the loopback address. [default: any free one]"
-)
+@takes(count("--port", "Port on the loopback address. [default: any free one]", low=0, high=65535))
 @click.option("--open", "is_opened", is_flag=True, help="Open the page in the browser of this desktop.")
-def dashboard(job: str | None, port: int, is_opened: bool) -> int:
+def dashboard(job: str | None, port: int | None, is_opened: bool) -> int:
     """Show jobs in a browser, live: progress, plots of what scripts report, tasks, hosts, servers, events, first error.
 
     \b
@@ -57,7 +56,7 @@ def dashboard(job: str | None, port: int, is_opened: bool) -> int:
         server = DashboardPort(
             lambda: [tables.model_of(view, time.time()) for view in jobs.views(SHOWN)],
             lambda wanted: jobs.get(wanted).folder,
-            port,
+            port or 0,
         )
     except OSError as err:
         raise UsageError(

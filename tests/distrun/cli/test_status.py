@@ -28,7 +28,7 @@ def state(**more: Any) -> dict[str, Any]:
 
 
 def view(state: dict[str, Any], **more: Any) -> JobView:
-    return JobView(SimpleNamespace(id=state["id"], ended=lambda: None), state, **more)  # type: ignore[arg-type]
+    return JobView(SimpleNamespace(id=state["id"], ended=lambda: None, reports=dict), state, **more)  # type: ignore[arg-type]
 
 
 def jobs(*states: dict[str, Any]) -> list[str]:
