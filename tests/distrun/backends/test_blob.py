@@ -29,7 +29,7 @@ from distrun_runtime.contract import environ, private
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("agent", "dialed", "coordinator")
 START = shipping.START_AGENT
-FULL = 0.9
+FULL = 0.92
 """Share of the limit at which a module has to leave its blob."""
 
 
