@@ -6,7 +6,6 @@ DISTRUN_PEERS=required, which `scripts/test peers` sets once it has installed al
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -201,10 +200,3 @@ def test_jax_without_arguments_finds_only_its_coordinator(tmp_path: Path) -> Non
     # With the other two given, the address comes from the variable.
     without = call[0].replace(re.findall(r"^ *coordinator_address=.*\n", call[0], re.MULTILINE)[0], "")
     assert lines_of(launch_here(page, tmp_path, page.program.replace(call[0], without)), "process") == page.printed
-
-
-def test_readme_shows_the_call_of_the_jax_program() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    (block,) = (block for block in blocks if "jax" in block)
-    calls = [ast.dump(statement) for statement in ast.parse(shown_for_jax().program).body]
-    assert [ast.dump(statement) for statement in ast.parse(block).body] == [c for c in calls if "initialize" in c]

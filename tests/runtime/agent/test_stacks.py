@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distrun_cli import wait_until
 
 from distrun_runtime.agent import stacks
 from distrun_runtime.agent.stacks import StackAnswer, StackReader
@@ -158,6 +159,8 @@ def test_a_process_that_offered_nothing_gets_no_signal(rig: Rig) -> None:
 
 def test_a_process_that_is_no_python_has_no_stacks(rig: Rig) -> None:
     task = rig.start("sleep", "1000")
+    words = Path("/proc/%d/cmdline" % task.leader.pid)
+    wait_until(words.read_bytes, LIMIT_S, "the words of the process, which come after its name")
     assert rig.ask().error == "process %d is no Python: sleep 1000" % task.leader.pid
 
 
