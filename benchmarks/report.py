@@ -170,7 +170,14 @@ def bar(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 # distrun beside others
 
-PEERS = {"mxnet": "MXNet", "gloo": "gloo", "gloo-bucket": "gloo", "mpi": "MPI", "mpi-bucket": "MPI", "trainer": "gloo"}
+PEERS = {
+    "mxnet": "MXNet",
+    "gloo": "gloo",
+    "gloo-bucket": "gloo",
+    "mpi": "MPI",
+    "mpi-bucket": "MPI",
+    "DistributedOptimizer": "gloo",
+}
 """The columns whose ratios are shown, and the library that is measured there."""
 LIBRARIES = tuple(dict.fromkeys(PEERS.values()))
 COMPARED = {
@@ -178,7 +185,7 @@ COMPARED = {
         "A round of push and pull": "A round of push and pull, one machine",
         "A round between 2 hosts": "A round between 2 hosts",
         "A round between 4 hosts": "A round between 4 hosts",
-        "A step of torch": "A step of torch with Trainer; gloo: with DDP",
+        "A step of torch": "A step of torch with DistributedOptimizer; gloo: with DDP",
     },
     "peers-small": {
         "A small round": "A small round, one machine",
