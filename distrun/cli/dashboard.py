@@ -41,8 +41,8 @@ def dashboard(job: str | None, port: int | None, is_opened: bool) -> int:
       distrun dashboard calm-otter       # this job; also one that is over
       distrun dashboard --port 8899      # the same port each time, for ssh -L
 
-    The URL that is printed has a token. Whoever has it can read your jobs while this runs, and change nothing. Only
-    browsers on this machine are served. In an ssh session, the command that forwards the port to your machine is
+    The URL that is printed has a token. Everyone who has it can read your jobs while this runs, and change nothing.
+    Only browsers on this machine are served. In an ssh session, the command that forwards the port to your machine is
     printed, too. Ctrl-C ends this; jobs go on.
     """
     from distrun.cli import tables

@@ -17,7 +17,7 @@ def store() -> kvstore.KVStore:
     """Return the store that the workers share, without a rule: `dist_sync` in a job, else `local`.
 
     The first call in a process makes it, and so waits for all workers; after it was closed, so does the next call.
-    Whoever uses it makes the same collective calls in the same order on every worker.
+    Programs that use it make the same collective calls in the same order on every worker.
 
     Raises:
         KVError: the job has several workers and no servers.
