@@ -90,7 +90,7 @@ METRICS: dict[str, Any] = {
         "pull_s": 10.5,
         "round_s": 5.25,
     },
-    "history": {"cpu": [0.5], "net": [1e6], "push_s": [10.0], "pull_s": [10.0], "progress": [0.2], "loss": [0.4]},
+    "history": {"cpu": [0.5], "net": [1e6], "push_s": [10.0], "pull_s": [10.0]},
 }
 """A snapshot with every member."""
 

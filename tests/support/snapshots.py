@@ -106,7 +106,7 @@ def metrics(workers: int, hosts: int = 4) -> dict[str, Any]:
             **{"servers": servers, "scheduler": {"members": workers + 3, "barriers": 3, "barrier_waiting": 0}},
             **{"push_s": 80.0, "pull_s": 82.0, "round_s": 0.84},
         },
-        "history": {"cpu": wave, "net": wave, "push_s": wave, "pull_s": wave, "progress": wave, "loss": wave[::-1]},
+        "history": {"cpu": wave, "net": wave, "push_s": wave, "pull_s": wave},
         "reports": {
             "loss": [[10 * number, 12.0 * number, 2.3 / (1 + number / 5)] for number in range(62)],
             "accuracy": [[50 * number, 60.0 * number, number / 14] for number in range(13)],

@@ -610,9 +610,8 @@ class JobMeasurement:
             # Never late by more than one interval, and not drifting.
             self._mean_at = max(self._mean_at + MEAN_S, now - self._interval_s)
             self._metrics.end_mean()
-        progress = self._so_far(now)
-        self._metrics.sample(now, self._interval_s, progress)
-        self._draw(progress, now)
+        self._metrics.sample(now, self._interval_s)
+        self._draw(self._so_far(now), now)
         self._is_open = False
 
     def _draw(self, progress: Optional[Mapping[str, Any]], now: float) -> None:
@@ -672,7 +671,7 @@ class JobMeasurement:
             "schema": control.METRICS_SCHEMA,
             "time": round(now + self._wall, 3),
             "progress": progress,
-            "hosts": self._metrics.hosts_shown(now, self._look),
+            "hosts": {name: host.shown(now) for name, host in self._metrics.hosts.items()},
             "tasks": {task.name: self._task(task) for task in self._metrics.running},
             "store": self._metrics.store_shown(now, self._interval_s),
             "history": self._metrics.history(),

@@ -4,8 +4,8 @@ Agents send cumulative counters with their own monotonic clock (frame `metrics`,
 here, so a lost frame costs only precision. If a counter or a clock goes back, there is no rate until the next frame, so
 a rate is never negative. Data from agents and tasks is not trusted: a value of the wrong type is treated as missing.
 
-The last values of every host and task are kept. So are means over 10 s of the job's totals and of each host's and
-task's usage. All together take at most MEMORY bytes, whatever the size of the job.
+The last values of every host and task are kept. So are means over 10 s of the job's totals and of each task's usage.
+All together take at most MEMORY bytes, whatever the size of the job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHOWN = ("cpu", "rss", "limit", "processes", "read", "write", "gpu", "gpu_mem")
 """Members of `TaskNumbers` that a snapshot has as they are."""
 _SERVER_RATES = (("push_s", "pushes"), ("pull_s", "pulls"), ("in_s", "bytes_in"), ("out_s", "bytes_out"))
 """Rates of a server that a snapshot has, and what it counts for them."""
-_SERIES = ("cpu", "net", "push_s", "pull_s", "progress", "loss")
+_SERIES = ("cpu", "net", "push_s", "pull_s")
 """Totals of the job whose means are kept."""
 
 Numbers = Dict[str, Optional[float]]
@@ -157,10 +157,9 @@ class StoreNumbers:
 class HostNumbers:
     """The last numbers of a host."""
 
-    __slots__ = ("clock", "gpus", "heard", "offsets", "rates", "row", "totals", "values")
+    __slots__ = ("clock", "gpus", "heard", "offsets", "rates", "totals", "values")
 
-    def __init__(self, row: int) -> None:
-        self.row = row
+    def __init__(self) -> None:
         self.clock: Optional[float] = None
         """The agent's, at its last frame."""
         self.heard = 0.0
@@ -297,7 +296,6 @@ class JobMetrics:
         self.hosts: Dict[str, HostNumbers] = {}
         """By the name of the node; one that has not been heard of is absent."""
         self._nodes = {place.name: place.host for place in plan.all_places}
-        self._rows = {host.name: row for row, host in enumerate(plan.hosts)}
         self._places = {task.name: task.place_name for task in plan.tasks}
         self._running: Dict[str, Tuple[str, ...]] = {}
         """The tasks of each place that its last frame named."""
@@ -307,11 +305,10 @@ class JobMetrics:
         free = MEMORY - TASK_BYTES * tasks - HOST_BYTES * hosts
         self._names = max(1, min(contract.VALUES, 1 + free // max(1, 2 * VALUE_BYTES * tasks)))
         free -= VALUE_BYTES * (self._names - 1) * tasks
-        self.points = max(1, min(POINTS, free // (4 * 2 * (tasks + hosts))))
+        self.points = max(1, min(POINTS, free // (4 * 2 * tasks)))
         """Means that are kept of each series."""
         self._means = _Means(len(_SERIES), self.points)
         self._of_tasks = _Means(2 * len(plan.tasks), self.points)
-        self._of_hosts = _Means(2 * len(plan.hosts), self.points)
 
     def take(self, place: str, value: Mapping[str, Any], now: float, arrived: float) -> List[TaskNumbers]:
         """Note what the agent of `place` has measured; return the tasks that it told of.
@@ -353,9 +350,7 @@ class JobMetrics:
         return found
 
     def _take_host(self, name: str, value: Mapping[str, Any], clock: float, now: float) -> None:
-        host = self.hosts.get(name)
-        if host is None:
-            host = self.hosts[name] = HostNumbers(self._rows[name])
+        host = self.hosts.setdefault(name, HostNumbers())
         passed_s = None if host.clock is None else clock - host.clock
         host.heard = now
         if passed_s is not None and 0 <= passed_s < SHORTEST_S:
@@ -378,30 +373,23 @@ class JobMetrics:
 
     # ------------------------------------------------------------------ totals and means
 
-    def sample(self, now: float, interval_s: float, progress: Optional[Mapping[str, Any]]) -> None:
+    def sample(self, now: float, interval_s: float) -> None:
         """Take the present values into the means; to be called about once an interval.
 
         Args:
             now: monotonic clock, seconds.
             interval_s: how often agents send, about.
-            progress: the job's, as a snapshot has it.
         """
         totals = self.totals(now, interval_s)
-        done = None if progress is None else any_number(progress.get("fraction"))
-        loss = None if progress is None else any_number(progress.get("loss"))
         net = _sum(totals["net_rx"], totals["net_tx"])
-        self._means.add(0, (totals["cpu"], net, totals["push_s"], totals["pull_s"], done, loss))
-        for task in self.tasks.values():
-            if task.clock is not None:
-                self._of_tasks.add(2 * task.row, (task.cpu, task.rss))
-        for host in self.hosts.values():
-            rates = host.rates.get
-            self._of_hosts.add(2 * host.row, (rates("cpu_s"), _sum(rates("net_rx"), rates("net_tx"))))
+        self._means.add(0, (totals["cpu"], net, totals["push_s"], totals["pull_s"]))
+        for task in self.running:
+            self._of_tasks.add(2 * task.row, (task.cpu, task.rss))
 
     def end_mean(self) -> None:
         """Begin the next means; to be called each MEAN_S."""
-        for means in (self._means, self._of_tasks, self._of_hosts):
-            means.end()
+        self._means.end()
+        self._of_tasks.end()
 
     def totals(self, now: float, interval_s: float) -> Numbers:
         """Return sums over the job: `cpu` (cores, of tasks), `rss`, `net_rx`, `net_tx` and the store's rates."""
@@ -428,15 +416,6 @@ class JobMetrics:
         return sum(known) / len(known) if known else None
 
     # ------------------------------------------------------------------ snapshots
-
-    def hosts_shown(self, now: float, looked_at: Iterable[str] = ()) -> Dict[str, Any]:
-        """Return `hosts` of a snapshot. Those that are looked at have their means too."""
-        found = {name: host.shown(now) for name, host in self.hosts.items()}
-        for name in looked_at:
-            if name in found:
-                row = 2 * self.hosts[name].row
-                found[name]["history"] = {"cpu": self._of_hosts.all(row), "net": self._of_hosts.all(row + 1)}
-        return found
 
     def task_history(self, name: str) -> Dict[str, Any]:
         """Return the means of what a task uses, oldest first."""
@@ -473,7 +452,7 @@ class JobMetrics:
 
 
 class _Means:
-    """Means of several series, the last `points` of each, in one array."""
+    """Means of several series, the last `points` of each, in one array; nan where nothing was measured."""
 
     def __init__(self, series: int, points: int) -> None:
         self._series, self._points = series, points
@@ -495,13 +474,7 @@ class _Means:
         self._ended += 1
         for row in range(self._series):
             count = self._counts[row]
-            mean = self._sums[row] / count if count else None
-            # What was not measured is told from what is nan by a value that no mean can have.
-            if mean is None:
-                mean = -_BIG
-            elif math.isfinite(mean):
-                mean = max(-_BIG / 2, min(_BIG, mean))
-            self._kept[row * self._points + column] = mean
+            self._kept[row * self._points + column] = self._sums[row] / count if count else math.nan
             self._sums[row], self._counts[row] = 0.0, 0
 
     def last(self, row: int, count: int) -> List[Optional[float]]:
@@ -509,16 +482,11 @@ class _Means:
         count = min(count, self._ended, self._points)
         columns = ((self._ended - count + number) % self._points for number in range(count))
         kept = (self._kept[row * self._points + column] for column in columns)
-        return [None if each == -_STORED else each for each in kept]
+        return [None if math.isnan(each) else each for each in kept]
 
     def all(self, row: int) -> List[Any]:
         """Return all means of a series as a snapshot has them."""
         return [plain(each) for each in self.last(row, self._points)]
-
-
-_BIG = 3e38
-"""About the largest number of an array of floats."""
-_STORED = array("f", [_BIG])[0]
 
 
 def rate(before: Optional[float], after: Optional[float], passed_s: Optional[float]) -> Optional[float]:

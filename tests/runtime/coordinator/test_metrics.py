@@ -173,13 +173,9 @@ def test_history_has_means_of_10_s_and_tells_what_was_not_measured() -> None:
     assert history["cpu"][4:] == [3.0, 3.0]
     assert history["net"][0] == pytest.approx(1000)
     assert history["push_s"] == [None] * 6
-    assert history["loss"] == [None] * 6
-    job.report("worker-0", 1, 10, loss=math.nan)
     job.run_to(700)
     history = job.snapshot()["history"]
     assert len(history["cpu"]) == metrics.POINTS
-    assert history["loss"][-1] == "nan"
-    assert history["progress"][-1] == pytest.approx(0.1)
 
 
 def test_a_host_that_is_silent_is_left_out_of_totals() -> None:
@@ -219,7 +215,7 @@ def test_mean_of_a_minute_counts_the_time_in_which_a_task_did_nothing(job: JobMe
     for second in range(61):
         used = {"cpu_s": float(min(second, 30)), "rss": 1000}
         job.take("d1", frame(10 + second, **{"worker-0": used}), float(second), WALL + second)
-        job.sample(float(second), 1.0, None)
+        job.sample(float(second), 1.0)
         if second and second % 10 == 0:
             job.end_mean()
     assert job.minute("worker-0", "cpu") == pytest.approx(0.5, abs=0.02)
