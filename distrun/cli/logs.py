@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from distrun.cli.common import job_and_tasks, my_jobs, takes
-from distrun.cli.console import can_draw, print_err, print_out, wants_colour
+from distrun.cli.console import can_draw, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
@@ -192,8 +192,6 @@ WARM_BYTES = 256 * 1024
 """Output before the first that is shown that is looked at: lines may have begun there."""
 LINE_BYTES = 256
 """How long a line is taken to be when the last lines are looked for."""
-INDEX_S = 0.5
-"""A job that has just begun to print has an index within that time."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -254,18 +252,10 @@ def logs(
         if not (merge or as_json or start is not None):
             source: PieceSource = _LogFiles(folder, names, lines)
             _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
-        elif _is_ordered(folder, reader, names):
+        else:
             ordered = _Ordered(found, reader, names)
             replay = ordered.begin(style, start, lines)
             _LogPrinter(ordered, replay, region, lines).show(goes_on)
-        else:
-            if start is not None:
-                raise UsageError(
-                    f"--since: nothing is known of when job {folder.id} printed what: it has no logs/index",
-                    f"it was run by an earlier version; leave --since out: distrun logs {folder.id}",
-                )
-            print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
-            _LogPrinter(_LogFiles(folder, names, None), Replay(style), region, lines).show(goes_on)
     return 0
 
 
@@ -305,16 +295,6 @@ def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
         raise UsageError(
             f"--grep: {grep!r} is no regular expression of Python: {err}", "write \\ before characters with a meaning"
         ) from None
-
-
-def _is_ordered(folder: JobFolder, reader: LogReader, names: Sequence[str]) -> bool:
-    """Return whether the order of the output is known, or there is none yet; waits for it up to INDEX_S."""
-    until = time.monotonic() + INDEX_S
-    while not reader.has_index and any(folder.log_path(name).exists() for name in names):
-        if time.monotonic() >= until or folder.state()["state"] not in facts.LIVE:
-            return reader.has_index
-        time.sleep(POLL_S)
-    return True
 
 
 class _LogFiles:

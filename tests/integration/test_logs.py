@@ -116,22 +116,6 @@ def test_what_was_printed_is_known_when_the_coordinator_was_killed(distrun: Dist
     assert b"distrun: the order of the last lines is not known" in merged.stderr
 
 
-def test_a_job_of_an_earlier_version_is_shown_task_by_task(distrun: Distrun) -> None:
-    assert distrun.launch("-q", "-n", "2", "-s", "0", "echo one; echo two >&2").returncode == 0
-    job, host = distrun.job.name, distrun.job_host()
-    (distrun.job / "logs" / "index").unlink()
-    merged = distrun.run("logs", job, "--merge")
-    lines = merged.stdout.decode().splitlines()
-    assert [line.partition("@")[0] for line in lines] == ["worker-0", "worker-0", "worker-1", "worker-1"]
-    assert sorted(lines[:2]) == [f"worker-0@{host} | one", f"worker-0@{host} | two"]
-    assert b"distrun: the order of these lines is not known: job" in merged.stderr
-    values = [json.loads(line) for line in distrun.run("logs", job, "--json").stdout.splitlines()]
-    assert {(value["time"], value["stream"]) for value in values} == {(None, None)}
-    refused = distrun.run("logs", job, "--since", "1h")
-    assert refused.returncode == 2
-    assert b"--since: nothing is known of when job" in refused.stderr
-
-
 def test_with_a_limit_the_beginning_and_the_newest_part_of_a_log_are_kept(distrun: Distrun) -> None:
     words = ("-n", "2", "-s", "0", "--log-limit", "1M", "seq -f '%09g' 300000")
     shown = launch_to_file(distrun, *words)

@@ -54,8 +54,8 @@ class LogRead(NamedTuple):
 class LogReader:
     """All output of a job in one order. `folder`: the job's `logs`. For one thread.
 
-    Its methods raise JobStoreError if index or logs are there and cannot be read. A job without an index (none was
-    written, or by an earlier version) has no output by `read`, only by `rest`.
+    Its methods raise JobStoreError if index or logs are there and cannot be read. What is not in the index, because its
+    record could not be written, is given by `rest` only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,12 +63,6 @@ class LogReader:
         self._segments: List[_IndexFile] = []
         """The rotated file, if there is one, and the current one."""
         self._logs: OrderedDict[str, LogFile] = OrderedDict()
-
-    @property
-    def has_index(self) -> bool:
-        """Whether the order of the output is known."""
-        self._refresh()
-        return bool(self._segments)
 
     def begin(self) -> int:
         """Return the first cursor that the index still knows."""

@@ -197,7 +197,6 @@ def test_a_record_in_the_middle_that_is_damaged_is_a_gap(tmp_path: Path, open_re
 def test_a_job_without_index_is_read_from_its_files(tmp_path: Path, open_reader: Open) -> None:
     (tmp_path / "worker-0.log").write_bytes(b"a\nb\n")
     reader = open_reader(tmp_path)
-    assert not reader.has_index
     assert (reader.begin(), reader.end(), reader.read(0).pieces) == (0, 0, ())
     assert [(piece.task, piece.data) for piece in reader.rest(["worker-0", "worker-1"])] == [("worker-0", b"a\nb\n")]
 
