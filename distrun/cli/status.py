@@ -6,7 +6,9 @@ queries have a time limit: what does not answer in time is shown as unknown.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,14 +29,14 @@ from distrun.cli.console import (
     wants_colour,
     width,
 )
-from distrun.errors import DistrunError, UsageError
+from distrun.errors import UsageError
 from distrun.options import HOSTS, LABELS
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
-    from distrun.client import ControlConnection
+    from distrun.dashboard.source import FrameSource
     from distrun.dashboard.terminal import Appearance
     from distrun.jobs import Job, Jobs, JobView
     from distrun_runtime.contract import session
@@ -364,7 +366,7 @@ def follow_job(job: Job) -> int:
 
 
 class _JobFollower:
-    """Follows one job by a connection to its coordinator, and by its folder while there is none."""
+    """Follows one job by the frames that a dashboard gets, too."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -384,55 +386,27 @@ class _JobFollower:
         Raises:
             Closed: stdout is closed.
         """
+        from distrun import client
+        from distrun.dashboard.source import FrameSource
+
         view = self._view
         shown = view_as_json(view, time.time())
         _write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
-        while self.state["state"] in facts.GOING:
-            told = self._follow()
-            if told is not None:
-                return self._end(told)
-            self._look()
+        if view.is_going:
+            source = FrameSource(self._job.folder)
+            source.start(None, has_events=False)
+            with contextlib.closing(source):
+                while self.state["state"] in facts.GOING:
+                    if not select.select([source.wakeup], [], [], POLL_S)[0]:
+                        _check()
+                    for frame in source.take():
+                        if frame.type in ("outcome", "failed"):
+                            return self._end(frame)
+                        with client.reading():
+                            self._take(frame, source)
         return self._end(None)
 
-    def _follow(self) -> session.Frame | None:
-        """Follow the job by a connection; return its last frame, None if there is no connection any more."""
-        from distrun import client
-
-        try:
-            connection = client.connect(self._job.folder, may_ask=False)  # whether it is over, `_look` finds out
-        except (DistrunError, JobStoreError):
-            _pause(POLL_S if self._view.is_here else THERE_S)
-            return None
-        with connection:
-            if self._was_connected:
-                _write("gap", self._view.id, missed=None)
-                self._has_gap = True
-            self._was_connected = True
-            connection.send("subscribe", events=True, metrics=True)
-            self._ask(connection)
-            while True:
-                try:
-                    frame = connection.receive(POLL_S)
-                except TimeoutError:
-                    _check()
-                    continue
-                except client.CoordinatorUnreachable:
-                    break
-                if frame is None:
-                    break
-                if frame.type in ("outcome", "failed"):
-                    return frame
-                with client.reading():
-                    self._take(frame, connection)
-        _pause(POLL_S)
-        return None
-
-    def _ask(self, connection: ControlConnection) -> None:
-        if not self._is_asked:
-            self._is_asked = True
-            connection.send("state")
-
-    def _take(self, frame: session.Frame, connection: ControlConnection) -> None:
+    def _take(self, frame: session.Frame, source: FrameSource) -> None:
         header = frame.header
         if frame.type == "state":
             self._is_asked = self._is_asked and bool(header.get("missed"))
@@ -442,18 +416,21 @@ class _JobFollower:
             self._has_gap = False
         elif frame.type == "event":
             _write("update", self._view.id, event=header["event"])
-            if header["event"].get("event") in STATEFUL:
-                self._ask(connection)
+            if header["event"].get("event") in STATEFUL and not self._is_asked:
+                self._is_asked = source.send("state")
         elif frame.type == "metrics":
             _write("update", self._view.id, metrics=header["metrics"])
+        elif frame.type == "link" and header["why"]:
+            from distrun import jobs
 
-    def _look(self) -> None:
-        """Read how the job stands without a connection."""
-        self._is_asked = False
-        from distrun import jobs
-
-        (self._view,) = jobs.look([self._job.folder])
-        self._tell(self._view.state)
+            (self._view,) = jobs.look([self._job.folder])
+            self._tell(self._view.state)
+        elif frame.type == "link":
+            if self._was_connected:
+                _write("gap", self._view.id, missed=None)
+            self._has_gap, self._was_connected, self._is_asked = self._was_connected, True, True
+        elif frame.type == "failed_here":
+            raise RuntimeError(header["error"])
 
     def _tell(self, state: Mapping[str, Any], is_wanted: bool = False) -> None:
         """Write the state if it has changed, or is wanted in any case."""
