@@ -33,7 +33,6 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
 from distrun_runtime.contract.plan import SERVER, WORKER, Place, Plan
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.curves import Curves
 from distrun_runtime.coordinator.messages import (
     SAMPLE_S,
     WARNING,
@@ -45,7 +44,7 @@ from distrun_runtime.coordinator.messages import (
     Sample,
     ShowMetrics,
 )
-from distrun_runtime.coordinator.metrics import MEAN_S, JobMetrics, Report, TaskNumbers, Wait, plain
+from distrun_runtime.coordinator.metrics import MEAN_S, Curves, JobMetrics, Report, TaskNumbers, Wait, plain
 
 # Formats the lines of metrics.jsonl, one sample of a job's metrics a minute. No side effects.
 #
@@ -166,6 +165,8 @@ class Progress:
         """The phase and the step of the slowest rank when it was looked at last."""
         self.reports = 0
         """How many reports have been taken."""
+        self.means: Dict[str, float] = {}
+        """Of each reported value over the ranks, by its name, when `value` was called last."""
 
     def take(self, task: str, report: Report) -> None:
         """Note what a worker reported."""
@@ -208,12 +209,12 @@ class Progress:
         slowest = self._slowest()
         if slowest is not None:
             found.update(self._so_far(slowest[1], now), slowest=slowest[0])
-        values = self.means()
+        values = self.means = self._means()
         found["loss"] = plain(values.get(LOSS), 6)
         found["values"] = {name: plain(each, 6) for name, each in values.items()}
         return found
 
-    def means(self) -> Dict[str, float]:
+    def _means(self) -> Dict[str, float]:
         """Return the mean of each reported value over the ranks that report it; nan if one of them is.
 
         Those that have ended count for what none of the others reports.
@@ -618,7 +619,7 @@ class JobMeasurement:
         """Have the curves go on, if anything was reported since they last did."""
         if progress is not None and self._drawn != self._progress.reports:
             self._drawn = self._progress.reports
-            self._curves.add(progress["step"], now - self._began, self._progress.means(), self._is_open)
+            self._curves.add(progress["step"], now - self._began, self._progress.means, self._is_open)
             self._is_open = True
 
     def _say_stalls(self) -> List[MetricsAction]:

@@ -16,8 +16,9 @@ from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
 from distrun_runtime.contract.agent_messages import Measured
-from distrun_runtime.coordinator.curves import POINTS, Curve, Curves, Point
 from distrun_runtime.coordinator.messages import KeepReports
+from distrun_runtime.coordinator.metrics import CURVE_POINTS as POINTS
+from distrun_runtime.coordinator.metrics import Curve, Curves, Point
 
 
 @given(st.integers(1, 3000), st.integers(0, 9))
