@@ -212,7 +212,7 @@ def connect(folder: JobFolder, may_ask: bool = True, any_version: bool = False) 
     where = folder.control()
     if where is None or not where["path"]:
         raise UsageError(
-            f"job {folder.id} has no control socket: it is just being started, or by an older distrun",
+            f"job {folder.id} has no control socket: it is just being started",
             f"distrun status {folder.id} shows it, distrun logs -f {folder.id} what it prints",
         )
     if jobfolder.is_here(where):

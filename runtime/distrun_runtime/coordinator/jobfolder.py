@@ -404,13 +404,13 @@ class JobFolder:
         return {}
 
     def request(self) -> Optional[Dict[str, Any]]:
-        """Read request.json; None if there is none, as in folders of an older version. Raises JobStoreError."""
+        """Read request.json; None if there is none. Raises JobStoreError."""
         if self._request is None:
             self._request = self._read("request.json", stored.REQUEST)
         return self._request
 
     def allocation(self) -> Optional[Dict[str, Any]]:
-        """Read allocation.json; None before the job has one, and in older folders. Raises JobStoreError."""
+        """Read allocation.json; None before the job has one. Raises JobStoreError."""
         return self._read("allocation.json", stored.ALLOCATION)
 
     def engine(self) -> Optional[Dict[str, Any]]:
@@ -424,8 +424,6 @@ class JobFolder:
         """Read a file that must be there. `job`: the member that names its job, if it has it."""
         path = self.path / name
         value = stored.load(path, version)
-        if "labels" in members:
-            value.setdefault("labels", [])  # an older version writes none
         stored.check(path, value, members)
         if value.get(job, self.id) != self.id:
             raise stored.damaged(path, f"it is of job {value[job]}")
@@ -573,7 +571,7 @@ class JobFolder:
             return facts.LOST
         if who["host"] != socket.gethostname():
             return facts.UNKNOWN if self._silent_s() > facts.UNKNOWN_S else ""
-        if who.get("boot", process.boot_id()) != process.boot_id():
+        if who["boot"] != process.boot_id():
             return facts.LOST  # this machine was started again
         return "" if process.is_alive(process.Identity(who["pid"], who["start"])) else facts.LOST
 

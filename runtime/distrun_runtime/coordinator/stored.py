@@ -93,8 +93,8 @@ HANDLE = MemberType(
     ),
 )
 ENGINE: Members = {"id": TEXT, "time": TIME, "marker": TEXT, "handle": optional(HANDLE)}
-LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
-CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
+LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT}
+CONTROL: Members = {**LAUNCHER, "path": TEXT}
 TASK: Members = {
     "name": NAME,
     "role": one_of(*facts.ROLES),

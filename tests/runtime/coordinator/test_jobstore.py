@@ -508,22 +508,8 @@ def test_a_job_that_never_got_its_allocation_is_lost_with_its_launcher(tmp_path:
     assert folder.state()["state"] == "killed"
 
 
-def test_folders_of_an_older_version_have_neither_request_nor_allocation(folder: JobFolder) -> None:
-    launcher = folder.launcher()
-    del launcher["boot"]
-    (folder.path / "launcher.json").write_text(json.dumps(launcher))
-    assert (folder.request(), folder.allocation()) == (None, None)
-    assert folder.state()["state"] == "starting"
-
-
-def test_files_of_an_older_version_have_no_labels_and_a_damaged_record_stops_no_job_that_runs(tmp_path: Path) -> None:
+def test_a_damaged_record_stops_no_job_that_runs(tmp_path: Path) -> None:
     made = JobStore(tmp_path).create(sample_plan(job="digits-001"), request=REQUEST)
-    for name in ("request.json", "state.json"):
-        value = json.loads((made.path / name).read_text())
-        assert value.pop("labels") == ["team=a"]
-        (made.path / name).write_text(json.dumps(value))
-    read = JobStore(tmp_path).find("digits-001")
-    assert (read.request()["labels"], read.state()["labels"]) == ([], [])
     (made.path / "request.json").write_text("{")
     read = JobStore(tmp_path).find("digits-001")
     read.write_state("running", ())
