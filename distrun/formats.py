@@ -107,6 +107,11 @@ def steps(step: int | None, total: int | None) -> str:
     return "" if step is None else str(step) if not total else f"{step}/{total}"
 
 
+def number_of(number: int, noun: str) -> str:
+    """Return a number of things: `1 host`, `3 hosts`, `2 processes`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def counted(whole: int, parts: Iterable[tuple[int, str]]) -> str:
     """Return how many things there are, and how many of which kind: `5 (4 running, 1 failed)`."""
     extra = ", ".join(f"{number} {word}" for number, word in parts if number)

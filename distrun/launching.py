@@ -5,7 +5,7 @@ and clears up. This process stays the terminal's client: it prints what the coor
 for passwords, and returns the outcome. When the client ends, the coordinator stops the job.
 
 A detached job's coordinator survives its terminal: it is a daemon here, or on one of the job's hosts
-(`detaching`). This process leaves it when all tasks run.
+(`_leave`). This process leaves it when all tasks run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import backends, client
 from distrun.backends.base import Swept
@@ -29,13 +29,15 @@ from distrun_runtime.contract import control, daemon, facts, process
 from distrun_runtime.contract.dataclass import read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP, Sync
-from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Problem, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
+    from distrun.fleet import HostAnswer
     from distrun.sync.copier import FileCopier
     from distrun.sync.rules import CopyRules
+    from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
@@ -53,6 +55,12 @@ SYNC_S = 0.5
 """Between two reports of a copy to a terminal that shows them in place."""
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
+READY_S = 30.0
+"""How long the coordinator of a job that is left to a host may take to listen there."""
+ASK_S = 20.0
+"""How long an agent may take to start a process."""
+SECRET = "DISTRUN_ENROLMENT"
+"""Variable by which a bootstrap gets the enrolment secret; it is removed before anything else runs."""
 RELEASE_S = 3.0
 """How long, past the grace time, the end of agents on this machine is waited for. They need milliseconds, unless one
 was killed: then its guard ends the tasks first."""
@@ -302,12 +310,10 @@ def _coordinate(job: Ready, folder: JobFolder, service: Service, verbosity: int)
         job = found
     if not job.is_hosted:
         return coordinate(job, folder, service, verbosity)
-    from distrun import detaching
-
     # These agents end with their connections; those that follow hold.
     ready = job._replace(plan=job.plan._replace(on_eof=STOP))
     outcome = coordinate(ready, folder, service, verbosity, ends_when_ready=True)
-    return outcome if outcome.exit_code else detaching.place(job, folder, service)
+    return outcome if outcome.exit_code else _leave(job, folder, service)
 
 
 def coordinate(
@@ -424,6 +430,116 @@ def _copier(job: PlannedJob, sync: Sync, rules: CopyRules, service: Service) -> 
 
     request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=tell, report_s=SYNC_S)
     return job.backend.copier(job.plan.hosts, request, service)
+
+
+# Leaves a job to one of its hosts: `distrun launch --detach` with hosts.
+#
+# The launcher has checked the hosts and copied the files, as for any job, and its agents have ended. Now it starts the
+# coordinator on one host, and on every host the bootstrap of an agent that dials this coordinator. It does so by agents
+# that start these processes and end; nothing is left that the launcher's connections hold.
+
+
+def _leave(job: PlannedJob, folder: JobFolder, sink: Service) -> Outcome:
+    """Start the coordinator and the agents of a job whose hosts are ready; the folder then says where it is.
+
+    Returns:
+        A success if the job has been placed; else how it ended, which the folder says, too.
+    """
+    from distrun_runtime.contract import enrolment
+
+    plan = job.plan
+    host = job.request.coordinator_host or plan.hosts[0].name
+    secret = os.urandom(enrolment.SECRET_BYTES).hex()
+    login = next(each.login for each in plan.hosts if each.name == host)
+    told = _start_coordinator(job, host, secret, login, folder)
+    if isinstance(told, Problem):
+        message = f"the coordinator could not be started on {host}: {told.text}"
+        tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks)
+        how = facts.EXIT_START_FAILED, facts.START_FAILED, message
+        outcome = Outcome(*how, tasks=tasks, job=plan.job, problems=(told,))
+        folder.finish(outcome)
+        return outcome
+    if not told["is_shared"]:  # else the coordinator has written there who it is
+        folder.place_elsewhere(told, host, login)
+    sink.say(
+        f"the coordinator runs on {host} (pid {told['pid']}); agents dial it at {' or '.join(told['dial'])}", "info"
+    )
+    for problem in _start_agents(job, secret, told):
+        sink.say(f"{problem.host}: its agent could not be started: {problem.text}", "warning")
+    return Outcome(0, facts.SUCCEEDED, f"the coordinator runs on {host}", job=plan.job)
+
+
+def _start_coordinator(
+    job: PlannedJob, host: str, secret: str, login: str, folder: JobFolder
+) -> Mapping[str, Any] | Problem:
+    """Start the coordinator; return what it tells of itself."""
+    import json
+
+    from distrun import shipping
+    from distrun.backends import bootstrap
+    from distrun_runtime.coordinator.hosted import HostedRequest
+
+    request = job.request
+    order = HostedRequest(
+        plan=job.plan,
+        secrets=job.secrets,
+        enrolment=secret,
+        pem=bootstrap.certificate(job.plan.job),
+        addresses=request.coordinator_addresses,
+        port_range=request.port_range,
+        request=request.to_json(),
+        allocation=job.allocation.to_json(),
+        login=login,
+        folder=str(folder.path),
+        program=shipping.dialed(),
+        runtime=job.runtime,
+    )
+    program = shipping.coordinator(shipping.START_HOSTED) + order.encode()
+    hosts = [each for each in job.plan.hosts if each.name == host]
+    found = _started(job, hosts, lambda _: shipping.command(daemon.PYTHON), data=program, limit_s=READY_S)[host]
+    if isinstance(found, Problem):
+        return found
+    told: dict[str, Any] = json.loads(found.value["line"])
+    return told
+
+
+def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list[Problem]:
+    """Start the agents' bootstraps; return what went wrong. The coordinator notices who does not dial."""
+    from distrun.backends.bootstrap import Bootstrap
+    from distrun_runtime.coordinator.hosted import dial_s
+
+    plan = job.plan
+    start = Bootstrap(plan.job, told["pin"], told["dial"], dial_s(plan))
+    found = _started(
+        job,
+        plan.hosts,
+        lambda host: start.command(daemon.PYTHON, host, f"env:{SECRET}"),
+        env=lambda host: {**process.marks(plan.job, plan.nonce, host, host), SECRET: secret},
+    )
+    return [each for each in found.values() if isinstance(each, Problem)]
+
+
+def _started(
+    job: PlannedJob,
+    hosts: Sequence[Host],
+    argv: Callable[[str], Sequence[str]],
+    *,
+    data: bytes = b"",
+    env: Callable[[str], Mapping[str, str]] = lambda host: {},
+    limit_s: float = 0.0,
+) -> Mapping[str, HostAnswer | Problem]:
+    """Have an agent on each host start a process that goes on without it, and end; see `daemon.start`."""
+    import base64
+
+    from distrun.fleet import Fleet
+
+    text = base64.b64encode(data).decode("ascii")
+    with Fleet(job.backend, hosts) as fleet:
+        return fleet.ask(
+            "daemon",
+            lambda host: {"argv": list(argv(host)), "input": text, "env": dict(env(host)), "limit_s": limit_s},
+            limit_s + ASK_S,
+        )
 
 
 # ---------------------------------------------------------------------- the client

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from gc import freeze, set_threshold  # not gc: the module of the command `gc` gets that name here
 from typing import Any, NoReturn
 
 import click
@@ -25,8 +25,8 @@ classes, connections. To look at it again and again took a twentieth of a small 
 
 COMMANDS = {
     "launch": ("distrun.cli.launch:launch", "Run a distributed job and wait for its end."),
-    "rerun": ("distrun.cli.rerun:rerun", "Launch a job again, as it was or with other options."),
-    "config": ("distrun.cli.config:config", "Show the options that files and variables give to launches."),
+    "rerun": ("distrun.cli.launch:rerun", "Launch a job again, as it was or with other options."),
+    "config": ("distrun.cli.launch:config", "Show the options that files and variables give to launches."),
     "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "top": ("distrun.cli.status:top", "Show a job live, or all my jobs."),
@@ -38,7 +38,7 @@ COMMANDS = {
     "detach": ("distrun.cli.attach:detach", "Let a job go on without the terminal that launched it."),
     "fetch": ("distrun.cli.fetch:fetch", "Copy files of a job's hosts to this machine."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),
-    "gc": ("distrun.cli.gc:gc", "Remove the folders of jobs that are over."),
+    "gc": ("distrun.cli.kill:gc", "Remove the folders of jobs that are over."),
     "sync": ("distrun.cli.sync:sync", "Copy the current directory to all hosts."),
     "exec": ("distrun.cli.exec:execute", "Run a command on all hosts, equal outputs folded."),
     "template": (
@@ -49,7 +49,7 @@ COMMANDS = {
     "demo": ("distrun.cli.start:demo", "Train a small network here, to see a job."),
     "init": ("distrun.cli.start:init", "Write an example: a program, a job file and a hosts file."),
     "help": ("distrun.cli.help:explain", "Explain exit codes, hosts files, placement and other topics."),
-    "completion": ("distrun.cli.completion:completion", "Print the script by which a shell completes distrun."),
+    "completion": ("distrun.cli.help:completion", "Print the script by which a shell completes distrun."),
 }
 
 
@@ -123,9 +123,9 @@ def main() -> NoReturn:
     # Ignored signals stay ignored (nohup), but for this one: without it the end of a child goes unnoticed.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    set_threshold(GARBAGE)
+    gc.set_threshold(GARBAGE)
     code = run(sys.argv[1:])
-    freeze()  # else the interpreter looks for garbage among all that, to end with it
+    gc.freeze()  # else the interpreter looks for garbage among all that, to end with it
     sys.exit(code)
 
 
@@ -172,8 +172,10 @@ def _explained(err: Exception) -> tuple[str, str, int]:
         case click.ClickException():
             return _of_click(err)
         case PlacedError():
+            from distrun.formats import number_of
+
             print_err(str(err) + "\n")  # unchanged, so that editors find the places
-            return f"{err.count} error{'' if err.count == 1 else 's'} in {err.what}", err.hint, err.exit_code
+            return f"{number_of(err.count, 'error')} in {err.what}", err.hint, err.exit_code
         case DistrunError():
             return str(err), err.hint, err.exit_code
         case NoSuchJob():

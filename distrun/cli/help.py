@@ -1,15 +1,20 @@
-"""`distrun help`: texts on topics, and the help of commands; of `launch`, the options that are used most or a group."""
+"""`distrun help` and `distrun completion`: texts on topics, the help of commands, scripts for shells.
+
+The help of `launch` shows the options that are used most, or a group.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from distrun import backends
-from distrun.cli.console import print_out
+from distrun.cli.console import print_err, print_out
+from distrun.completion import FOLDER, SHELLS
 from distrun.errors import UsageError
 from distrun.options import ENGINES, ROWS, TABLE
 
@@ -111,3 +116,32 @@ def explain(ctx: click.Context, topic: str) -> None:
             f"there is no topic {topic!r}; " + (f"did you mean {near[0]}?" if near else f"topics: {', '.join(TOPICS)}"),
             "distrun help lists the topics, distrun -h the commands",
         )
+
+
+# `distrun completion`: the script by which a shell completes distrun's commands.
+
+
+PLACES = {
+    "bash": "distrun completion bash > ~/.local/share/bash-completion/completions/distrun  # or in ~/.bashrc: {eval}",
+    "zsh": "distrun completion zsh > ~/.zfunc/_distrun  # or in ~/.zshrc, below compinit: {eval}",
+    "fish": "distrun completion fish > ~/.config/fish/completions/distrun.fish",
+}
+"""By shell: what to type so that it completes from now on."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> int:
+    """Print the script by which a shell completes options, jobs, tasks and hosts.
+
+    \b
+    Examples:
+      eval "$(distrun completion bash)"      # in ~/.bashrc
+      eval "$(distrun completion zsh)"       # in ~/.zshrc, below compinit
+      distrun completion fish > ~/.config/fish/completions/distrun.fish
+    """
+    if os.isatty(1):
+        line = f'eval "$(distrun completion {shell})"'
+        print_err(f"distrun: to use it, type: {PLACES[shell].format(eval=line)}\n")
+    print_out(Path(FOLDER, f"distrun.{shell}").read_text(encoding="utf-8"))
+    return 0

@@ -1,6 +1,6 @@
-"""`distrun kill`: stops a job from any terminal, and ends what jobs left on hosts.
+"""`distrun kill` and `distrun gc`: end a job and what jobs left on hosts; remove the folders of jobs that are over.
 
-There are three forms: jobs by name, which were launched on this machine; all my jobs on hosts (-H, --stale), found by
+`kill` has three forms: jobs by name, which were launched on this machine; all my jobs on hosts (-H, --stale), found by
 agents' records and marks; and, for emergencies, my processes by their command lines (--match with --any-process).
 """
 
@@ -31,7 +31,7 @@ from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
 from distrun.hosts.ranges import fold
-from distrun.options import HOSTS, LABELS, LAUNCHER, SITE, seconds, text
+from distrun.options import HOSTS, LABELS, LAUNCHER, SITE, count, seconds, text
 from distrun.requesting import find_hosts
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
@@ -40,6 +40,7 @@ from distrun_runtime.coordinator.failures import Problem
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.jobs import Job
+    from distrun.killing import RemovedJob
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 SCHEMA = "distrun.kill/1"
@@ -329,8 +330,8 @@ def _tell(result: Result, nothing: str) -> None:
     names = questions.names(result.chosen)
     for host, by_job in result.done.items():
         for mark, report in by_job.items():
-            count = len(report["ended"])
-            ended = [f"ended {count} process{'' if count == 1 else 'es'}" if count else "nothing had to be ended"]
+            count = formats.number_of(len(report["ended"]), "process")
+            ended = [f"ended {count}" if report["ended"] else "nothing had to be ended"]
             if not mark:
                 ended = [f"ended pid {pid} ({command})" for pid, command in report["ended"]]
             left = [f"pid {pid} ({command}) did not end" for pid, command in report["left"]]
@@ -424,3 +425,70 @@ def _print_cells(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Non
         from distrun.dashboard.rows import of_texts
 
         print_out(styled(of_texts(headings, cells, width())))
+
+
+# `distrun gc`: removes the folders of jobs that are over.
+
+
+GC_SCHEMA = "distrun.gc/1"
+
+
+def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    found = None if value is None else formats.seconds_of(value)
+    if value is not None and found is None:
+        raise UsageError(f"--older-than: expected a time such as 30d, 12h or 90m, found {value!r}")
+    return found
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", metavar="[JOB]...", nargs=-1)
+@click.option(
+    "--older-than", callback=_age, metavar="TIME", help="Only jobs that ended longer ago (12h, 7d). [default: 30d]"
+)
+@takes(count("--keep", "Keep the N newest jobs, however old they are.", low=0))
+@click.option("--lost", is_flag=True, help="Also jobs whose launcher died. First: distrun kill JOB.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def gc(names: tuple[str, ...], **options: Any) -> int:
+    """Remove the folders of jobs that are over: logs, plan, events, and what tasks left in DISTRUN_RUN_DIR.
+
+    \b
+    Examples:
+      distrun gc --dry-run                # what ended more than 30 days ago
+      distrun gc --older-than 7d --keep 20
+      distrun gc calm-otter               # this one, whenever it ended
+
+    A job that runs, or may still run on a host, is never removed. A lost job is removed only with --lost, a damaged one
+    only if you name it. Of a job with --run-dir only the link in the job store is removed. If the coordinator of a job
+    was on a host, its folder there is removed, too, by ssh. The exit code is 1 if something could not be removed.
+    """
+    removed, problems = my_jobs().gc(
+        names,
+        older_s=options["older_than"],
+        keep=options["keep"] or 0,
+        has_lost=options["lost"],
+        is_dry=options["dry_run"],
+    )
+    code = facts.EXIT_LEFT if problems else 0
+    if options["as_json"]:
+        size, jobs = sum(each.size for each in removed), [each._asdict() for each in removed]
+        print_json(GC_SCHEMA, dry_run=options["dry_run"], exit_code=code, size=size, jobs=jobs, problems=problems)
+    else:
+        _tell_removed(removed, options["dry_run"])
+        for problem in problems:
+            print_err(f"distrun: error: {problem}\n")
+    return code
+
+
+def _tell_removed(removed: Sequence[RemovedJob], dry_run: bool) -> None:
+    done = [each for each in removed if not each.problem]
+    for each in done:
+        kept = f"; its folder stays: {each.kept}" if each.kept else ""
+        what = "only the link to it" if each.kept else formats.size(each.size)
+        there = f"; also its folder on {each.host}" if each.host else ""
+        print_out(f"{each.job}: {each.state}, {what}{there}{kept}\n")
+    if not done:
+        print_out("there is nothing to remove\n" if not removed else "")
+        return
+    verb = "would be removed (--dry-run)" if dry_run else "removed"
+    print_out(f"{formats.number_of(len(done), 'job')} {verb}, {formats.size(sum(each.size for each in done))}\n")

@@ -1,4 +1,4 @@
-"""`distrun launch`: from options to a job, and from its outcome to an exit code."""
+"""`distrun launch`, `rerun` and `config`: from options to a job, and from its outcome to an exit code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import click
 from distrun import formats, placement, requesting
 from distrun.cli import common
 from distrun.cli.common import GIVEN, JobCommand, placed, report, takes
-from distrun.cli.console import ERRORS, Console
+from distrun.cli.console import ERRORS, Console, print_out
 from distrun.client import Detached
 from distrun.errors import DistrunError, UsageError
-from distrun.options import ROWS, Layer, Sourced
+from distrun.options import BY_KEY, MERGED, ROWS, SOURCES, Layer, Sourced
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun_runtime.contract import daemon, environ, facts, process
 
@@ -209,8 +209,7 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     used = fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
-    count = len(job.plan.hosts)
-    return f"on {count} host{'' if count == 1 else 's'}: {used}{source}"
+    return f"on {formats.number_of(len(job.plan.hosts), 'host')}: {used}{source}"
 
 
 def _unused(plan: Plan, found: Inventory) -> list[str]:
@@ -268,3 +267,99 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
         os.execv(found, [found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
     except OSError as err:
         raise UsageError(f"--detach: cannot run {found}: {err.strerror}") from err
+
+
+# `distrun rerun`: a launch whose options come from the record of a job, in its request.json, where none are typed.
+
+
+JOB = "distrun.job"
+"""Key of click's `ctx.meta`: the job that is launched again."""
+RERUN_HELP = """\
+Launch JOB (an id, the beginning of one, or a name) again, in the folder where it was launched.
+
+\b
+Examples:
+  distrun rerun calm-otter
+  distrun rerun calm-otter -n 8 --detach
+  distrun rerun calm-otter python train.py --lr 0.01
+
+Options are those of launch, and take the place of the job's own; so does a command. Variables of --env are added.
+Files, such as hosts files, are read again. Values of secrets are not recorded: they are forwarded from here.
+"""
+
+
+class RecordCommand(JobCommand):
+    """A launch that takes a job in front of its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the job off the words, then do as for a launch."""
+        if not args:
+            raise click.UsageError("Missing argument 'JOB'.", ctx)
+        if not args[0].startswith("-"):
+            ctx.meta[JOB], *args = args
+        elif args[0] not in ctx.help_option_names:
+            raise click.UsageError("The job comes first: distrun rerun JOB [OPTIONS] [COMMAND]...", ctx)
+        return super().parse_args(ctx, args)
+
+    def layers(self, ctx: click.Context, typed: Layer) -> Sequence[Layer]:
+        """Return what was given to the job, and go to the folder in which it was launched.
+
+        Raises:
+            UsageError: nothing was recorded, or that folder is gone.
+            JobStoreError: there is no such job, or it is damaged.
+        """
+        folder = common.my_jobs().get(ctx.meta[JOB]).folder
+        record = folder.request() or {}
+        given = record.get("given")
+        if not given:
+            text = f"job {folder.id} has no record of options: it was not launched by the command line"
+            raise UsageError(text, "launch it again as it was launched")
+        try:
+            os.chdir(record["cwd"])
+        except OSError as err:
+            text = f"job {folder.id} was launched in {record['cwd']}: {err.strerror}"
+            raise UsageError(text, "make that folder again, or type the launch anew in another one") from err
+        return [
+            {key: Sourced(tuple(each) if isinstance(each, list) else each, folder.id) for key, each in given.items()}
+        ]
+
+
+rerun = RecordCommand(
+    "rerun",
+    callback=launch.callback,
+    params=[param for param in launch.params if param.name not in {row.key for row in SOURCES}],
+    help=RERUN_HELP,
+    context_settings=launch.context_settings,
+    options_metavar="JOB [OPTIONS]",
+)
+
+
+# `distrun config`: the options that files and variables give to launches, and where each was given.
+
+
+@click.command(cls=JobCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--show-origin", is_flag=True, help="Say of each value where it was given.")
+@takes(*SOURCES)
+@click.pass_context
+def config(ctx: click.Context, show_origin: bool, file: str, profile: str) -> int:
+    """Show, as a job file, the options that a launch in this folder has without being given any.
+
+    \b
+    Examples:
+      distrun config --show-origin
+      distrun config -f job.toml --profile lab
+
+    The sources, the best first: variables DISTRUN_..., the job file, the profile, [tool.distrun] of the nearest
+    pyproject.toml, ~/.config/distrun/config.toml. distrun launch --print-config shows what is typed, too.
+    """
+    from distrun import jobfile
+    from distrun.request import without_secrets
+
+    shown = {}
+    for key, given in ctx.meta[GIVEN].items():
+        if key in MERGED:
+            shown[key] = given._replace(value=tuple(without_secrets(key, given.value)[0]))
+        elif key not in BY_KEY or not BY_KEY[key].typed_only:
+            shown[key] = given
+    print_out(jobfile.write(shown, has_origins=show_origin))
+    return 0
