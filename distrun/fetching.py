@@ -26,10 +26,11 @@ from distrun import backends
 from distrun.errors import SyncError, UsageError
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
+from distrun.formats import number_of
 from distrun.formats import size as size_text
 from distrun.sync.rules import FETCHED
 from distrun_runtime.contract.agent_messages import AnswerPiece
-from distrun_runtime.contract.facts import WORKER, duration
+from distrun_runtime.contract.facts import WORKER, duration, listed
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.coordinator.failures import Problem
 
@@ -95,7 +96,7 @@ def fetch(job: JobFolder, patterns: Sequence[str], to: str, source: str, say: Sa
         if each.shared or (each.listed and not each.problem):
             say(each.line(), "info")
     if failed:
-        lines = [f"files of {len(failed)} of {len(found)} host{'' if len(found) == 1 else 's'} did not come"]
+        lines = [f"files of {len(failed)} of {number_of(len(found), 'host')} did not come"]
         for each in failed:
             lines += [each.line(), *(f"    fix: {_clean(line)}" for line in each.fix.splitlines())]
         raise SyncError("\n".join(lines))
@@ -211,7 +212,7 @@ class HostFetch:
             return f"{self.name}: the same folder as on {self.shared}"
         present = len(self.listed) - self.files
         here = f", {present} were here already" if present else ""
-        files = f"{self.files} file{'' if self.files == 1 else 's'}{here}"
+        files = f"{number_of(self.files, 'file')}{here}"
         return f"{self.name}: {files}, {size_text(self.arrived)} in {self.seconds:.1f} s, in {self.target}"
 
     def hear(self, answer: HostAnswer | Problem, hosts: Mapping[str, object], patterns: Sequence[str]) -> Sequence[str]:
@@ -375,5 +376,4 @@ def _clean(text: str) -> str:
 
 
 def _some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(map(_clean, words[:SHOWN])) + more
+    return listed(list(map(_clean, words)), SHOWN)

@@ -27,7 +27,7 @@ from distrun.hosts import HostSpec, Inventory
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
-from distrun_runtime.contract import environ, gpus
+from distrun_runtime.contract import environ, facts, gpus
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import (
     HOLD,
@@ -530,7 +530,7 @@ def _check_server_device(request: JobRequest, allocation: Allocation) -> None:
         count = spec.gpu_count
         if count is not None and int(number) >= count:
             raise UsageError(
-                f"--server-device {request.server_device}: servers on {name} see {count} GPU{'' if count == 1 else 's'}"
+                f"--server-device {request.server_device}: servers on {name} see {formats.number_of(count, 'GPU')}"
                 f" (gpus={spec.gpus} in {allocation.hosts.where.get(name, allocation.hosts.source)}), counted from 0",
                 "--server-device gpu: each server takes one of those that it sees",
             )
@@ -697,11 +697,10 @@ def device_warnings(plan: Plan) -> list[str]:
         from distrun.hosts.ranges import fold
 
         names = [task.name for task in late]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.append(
-            f"{fold(task.host for task in late)}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
-            f" GPU{'' if count == 1 else 's'}, and LOCAL_RANK is too large for cuda:LOCAL_RANK in"
-            f" {', '.join(names[:SHOWN])}{more}. Place fewer workers there, or let the program take LOCAL_RANK"
+            f"{fold(task.host for task in late)}: more workers than GPUs: {gpus.VISIBLE}={value} shows"
+            f" {formats.number_of(count, 'GPU')}, and LOCAL_RANK is too large for cuda:LOCAL_RANK in"
+            f" {facts.listed(names, SHOWN)}. Place fewer workers there, or let the program take LOCAL_RANK"
             " modulo the number of GPUs"
         )
     return warnings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Sequence
 
-from distrun.formats import grouped
+from distrun.formats import grouped, number_of
 from distrun.hosts.ranges import generic
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
@@ -182,10 +182,8 @@ def _later(outcome: Outcome) -> list[str]:
     failed = [task for task in outcome.tasks if task.state == facts.FAILED and task.name != first]
     if not failed:
         return []
-    named = ", ".join(f"{task.name} ({_short(task)})" for task in failed[:_NAME_LIMIT])
-    more = f" and {len(failed) - _NAME_LIMIT} more" if len(failed) > _NAME_LIMIT else ""
-    what = "1 other task" if len(failed) == 1 else f"{len(failed)} other tasks"
-    return [f"{what} failed later: {named}{more}"]
+    named = facts.listed([f"{task.name} ({_short(task)})" for task in failed], _NAME_LIMIT)
+    return [f"{number_of(len(failed), 'other task')} failed later: {named}"]
 
 
 def _short(task: TaskResult) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
+from distrun.formats import number_of
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 
@@ -64,19 +65,15 @@ class Swept(NamedTuple):
         if self.problem:
             return "it cannot be reached again"
         if self.left:
-            return f"{_count(len(self.left))} there did not end"
+            return f"{number_of(len(self.left), 'process')} there did not end"
         if not self.ended:
             return "no process is left there"
-        return f"{_count(len(self.ended))} left there {'was' if len(self.ended) == 1 else 'were'} ended"
+        return f"{number_of(len(self.ended), 'process')} left there {'was' if len(self.ended) == 1 else 'were'} ended"
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
         lines = [f"ended {each}" for each in self.ended] + self.told_left + self.told_problem
         return lines if self.left or self.problem else [*lines, "all its processes have ended"]
-
-
-def _count(number: int) -> str:
-    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 class Backend(ABC):

@@ -73,7 +73,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
 
     `whole`: every host and task by itself, whatever they have in common.
     """
-    lines = [f"job {plan.job} on {len(plan.hosts)} host{_s(len(plan.hosts))}, backend {plan.backend}"]
+    lines = [f"job {plan.job} on {formats.number_of(len(plan.hosts), 'host')}, backend {plan.backend}"]
     lines.append("nothing is started; {...} is filled in when it is known")
     if plan.sync is not None:
         what = f"{plan.sync.files} files, {plan.sync.size} bytes"
@@ -129,7 +129,7 @@ def queued_as_text(job: QueuedJob, submission: Submission, script: Script) -> st
     for group in submission.groups:
         values = {**group.needs._asdict(), "memory": group.needs.memory and size_text(group.needs.memory)}
         needs = ", ".join(f"{name} {value}" for name, value in values.items() if value)
-        lines.append(f"  {group.count} {group.role}{_s(group.count)}" + (f", each with {needs}" if needs else ""))
+        lines.append(f"  {formats.number_of(group.count, group.role)}" + (f", each with {needs}" if needs else ""))
     lines.append(f"  workers run: {formats.join(job.request.command)}")
     lines.append(f"  in:          {formats.quote(submission.cwd)}")
     return "\n".join(lines) + "\n"
@@ -273,7 +273,3 @@ def agent_env() -> dict[str, str]:
 
 def _short(word: str) -> str:
     return word if len(word) <= PROGRAM_SHOWN else word[:PROGRAM_SHOWN] + "..."
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"

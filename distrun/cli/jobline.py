@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distrun import formats
 from distrun.dashboard import events
 from distrun_runtime.contract import facts
 
@@ -120,10 +121,9 @@ class JobLine:
             at = max(at, passed)
         tasks = tasks or len(self._done[START])
         places = places or len(self._done[CONNECT])
-        count = f"{tasks} task{'' if tasks == 1 else 's'}"
-        where = f" on {places} host{'' if places == 1 else 's'}" if places > 1 else ""
+        where = f" on {places} hosts" if places > 1 else ""
         how = f" ({self._separator.join(words)})" if words else ""
-        return f"{count}{where} started in {max(0.0, now - begun):.1f} s{how}"
+        return f"{formats.number_of(tasks, 'task')}{where} started in {max(0.0, now - begun):.1f} s{how}"
 
 
 def _of(done: int, count: int) -> str:

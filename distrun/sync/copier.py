@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError, SyncError
+from distrun.formats import number_of
 from distrun.formats import size as size_text
 from distrun.ssh.ask import Abort
 from distrun.ssh.failure import BUSY, SshFailure
@@ -32,7 +33,7 @@ from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Rate, RsyncProgress, RsyncResult, Transfer
 from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
-from distrun.sync.tree import Tree, chosen, count
+from distrun.sync.tree import Tree, chosen
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.folder import ON, PARTIAL, SOURCE, STALE_S
@@ -162,7 +163,7 @@ class FileCopier(ABC):
 
     def _report_end(self, files: int, size: int) -> None:
         """Say that all hosts have the files: `sync 5/5 (60 files, 22.5 MiB) in 2.1 s`."""
-        progress = self._progress(f"{count(files, 'file')}, {size_text(size)}")
+        progress = self._progress(f"{number_of(files, 'file')}, {size_text(size)}")
         seconds = time.monotonic() - self._begun
         text = f"sync {progress.ready}/{progress.hosts} ({progress.detail}) in {seconds:.1f} s"
         self._sink.say(text, "info", progress)
@@ -208,7 +209,7 @@ class CopyResult:
             return f"{self.host}: the same directory"
         if self.shared:
             return f"{self.host}: the same directory as on {self.shared}"
-        return f"{self.host}: {count(self.files, 'file')}, {size_text(self.size)} in {self.seconds:.1f} s"
+        return f"{self.host}: {number_of(self.files, 'file')}, {size_text(self.size)} in {self.seconds:.1f} s"
 
     def lines(self) -> list[str]:
         """Return a failure in lines: the reason, the last messages, what to do."""
@@ -564,7 +565,7 @@ def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:
         return "nothing was sent so far"
     done = min(total, sent.done)
     parts = [f"{min(99, 100 * done // total)}%"] if total else []
-    parts += [count(sent.files, "file"), f"{size_text(sent.size)} sent"]
+    parts += [number_of(sent.files, "file"), f"{size_text(sent.size)} sent"]
     if total and done == total:
         parts.append("waiting for the hosts to finish")
     elif rate is not None:
@@ -603,7 +604,7 @@ def error(results: Sequence[CopyResult]) -> SyncError | None:
         return SyncError(INTERRUPTED) if unfinished else None
     total = sum(len(result.names) or 1 for result in results)
     missed = sum(len(result.names) or 1 for result in failed)
-    lines = [f"the files did not reach {missed} of {count(total, 'host')}"]
+    lines = [f"the files did not reach {missed} of {number_of(total, 'host')}"]
     for result in failed:
         lines += result.lines()
     if unfinished:

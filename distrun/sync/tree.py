@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from distrun.errors import SyncError, UsageError
+from distrun.formats import number_of
 from distrun.formats import size as size_text
 from distrun.sync import rsync, rules
 from distrun.sync.rules import IGNORE_FILE, CopyRules
@@ -61,13 +62,13 @@ class Tree:
 
     def text(self) -> str:
         """Return the size in words."""
-        return f"{count(self.files, 'file')}, {size_text(self.size)}"
+        return f"{number_of(self.files, 'file')}, {size_text(self.size)}"
 
     def warnings(self) -> list[str]:
         """Return what to tell the user before a large tree is sent."""
         if self.size <= BIG_SIZE and self.files <= BIG_FILES:
             return []
-        parts = [f"{name} ({count(files, 'file')}, {size_text(size)})" for name, files, size in self.biggest]
+        parts = [f"{name} ({number_of(files, 'file')}, {size_text(size)})" for name, files, size in self.biggest]
         text = f"{self.text()} are to be copied to each host"
         if parts:
             text += f"; the most is in {', '.join(parts)}"
@@ -289,14 +290,6 @@ def _ls_files(folder: bytes) -> list[bytes]:
             "without --sync-gitignore everything but the usual caches is copied; `.distrunignore` says what not",
         )
     return [each for each in result.stdout.split(b"\0") if each]
-
-
-# ---------------------------------------------------------------------- sizes and counts in words
-
-
-def count(number: int, noun: str) -> str:
-    """Return `1 file`, `2 files`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # A snapshot of the files to be copied: one tar archive in a temporary file, from which every host gets the same bytes.
