@@ -60,6 +60,13 @@ TOOL = ("tool", "distrun")
 _KEYS = {row.path: row for row in ROWS if not row.typed_only}
 _SOUGHT = "distrun-sought-key"
 _BARE = r"[A-Za-z0-9_-]+"
+_CLEARER = {
+    "Invalid value": "expected a text in straight quotes, a number, true, false, [ or {",
+    "Cannot overwrite a value": "this key is already above",
+    "Illegal character '\\n'": "expected a quote before the end of the line",
+    "Unclosed array": "expected a comma or ]",
+}
+"""What the parser says, in other words."""
 
 
 class JobFile(NamedTuple):
@@ -134,7 +141,7 @@ def parse(
         lines = text.split("\n")
         line, column = (int(at[1]), int(at[2])) if at and at[1] else (len(lines), len(lines[-1]) + 1)
         what = str(err)[: at.start()] if at else str(err)
-        raise _error([Finding(source, line, column, "", what, lines[line - 1])]) from None
+        raise _error([Finding(source, line, column, "", _CLEARER.get(what, what), lines[line - 1])]) from None
     for name in below:
         data = data.get(name, {}) if isinstance(data, dict) else {}
     reader = _TableReader(text, source, folder)
@@ -240,7 +247,7 @@ class _TableReader:
         typed: str | tuple[str, ...]
         if row.kind in (COUNT, SECONDS):
             what = "a whole number" if row.kind == COUNT else "a number of seconds"
-            typed = exact(_expect(name, what, value, is_number and (row.kind == SECONDS or isinstance(value, int))))
+            typed = exact(_expect(name, what, value, is_number and (row.kind == SECONDS or value == int(value))))
         elif row.kind == SIZE and is_number:
             typed = exact(value)
         elif row.kind == WORDS or (isinstance(value, list) and (row.key == "hosts" or row.default == ())):
@@ -300,7 +307,8 @@ class _TableReader:
 
 def _expect(name: str, what: str, value: Any, is_right: bool) -> Any:
     if not is_right:
-        raise UsageError(f"{name}: expected {what}, found {_toml(value)}")
+        quotes = " without quotes" if isinstance(value, str) and re.search("number|true", what) else ""
+        raise UsageError(f"{name}: expected {what}{quotes}, found {_toml(value)}")
     return value
 
 
@@ -318,9 +326,9 @@ def _unknown(path: tuple[str, ...], is_table: bool) -> str:
     import difflib  # for a mistake only
 
     if is_table and len(path) == 1:
-        near = difflib.get_close_matches(path[0], [*ROLES, "env", "profile"], n=1)
+        near = difflib.get_close_matches(path[0], [*ROLES, "env", "environment", "profile"], n=1)
         hint = (
-            f"did you mean [{near[0]}]?"
+            f"did you mean [{near[0].replace('ironment', '')}]?"
             if near
             else "an engine's section is read from ~/.config/distrun/config.toml only"
         )

@@ -309,14 +309,19 @@ def _check_python(request: JobRequest) -> None:
 
 def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inventory) -> tuple[Tree, Sync]:
     """Return which files are copied to the hosts, and what a plan says of them."""
-    from distrun.sync.tree import check_channel_size, scan  # not needed for jobs that copy nothing
+    from distrun.sync.rules import filters, is_kept, keep_rules  # not needed for jobs that copy nothing
+    from distrun.sync.tree import check_channel_size, scan
     from distrun_runtime.contract.folder import identity
 
-    tree = scan(request.cwd, rules)
+    folder = os.path.join(os.path.realpath(request.cwd), "")
+    words = [formats.python_script(request.command, request.shell)]
+    words += [word for word in formats.python_words(request.command, request.shell)[:1] if "/" in word]
+    names = [os.path.normpath(word) for word in words if word and not word.startswith(("/", "~"))]
+    # A link may lead to what has another name in the copy.
+    tree = scan(request.cwd, rules, [name for name in names if os.path.realpath(folder + name) == folder + name])
     if backend.copies_over_channels:
         check_channel_size(tree)
-    program = formats.python_words(request.command, request.shell)[:1]
-    is_relative = "/" in "".join(program) and not program[0].startswith(("/", "~")) and not rules.extra
+    keeping = keep_rules(filters(rules, request.cwd)) if tree.lacks and request.sync_delete else ()
     top = [*os.listdir(request.cwd), *(each.name.partition("/")[0] for each in rules.extra)]
     return tree, Sync(
         request.cwd,
@@ -326,7 +331,7 @@ def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inve
         "" if request.dry_run else identity(request.cwd),
         brings=may_bring(request, hosts.specs, top),
         activated=request.activated or (),
-        lacks_program=is_relative and not os.path.exists(os.path.join(request.cwd, program[0])),
+        lacks={name: not request.sync_delete or is_kept(keeping, name) for name in sorted(tree.lacks)},
     )
 
 

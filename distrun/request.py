@@ -213,7 +213,8 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise UsageError("there is no command to run", f"distrun launch -n {max(1, self.workers)} python train.py")
+            typed = f"distrun launch -n {max(1, self.workers)} python train.py"
+            raise UsageError("there is no command to run", f'{typed}; in a job file: command = ["python", "train.py"]')
         for row in ROWS:
             if row.member:
                 row.check(self)

@@ -48,21 +48,23 @@ def check(request: JobRequest) -> str:
     if not script or moves or not (is_here or is_copied) or (request.sync_rules and request.sync_rules.extra):
         is_unread = request.check_imports and not (script and os.path.isfile(path))
         return "--check-imports: nothing is checked: the command is no `python SCRIPT` with a script here" * is_unread
-    wrong: UsageError | None = None
     if not os.path.exists(path):
-        wrong = UsageError(f"there is no {script} in {request.cwd}, where the job starts", _near(path))
-        if is_copied:
-            wrong = UsageError(f"there is no {script} in {request.cwd}, which is copied to the hosts", _near(path))
-    elif (finding := _syntax(path, script)) is not None:
-        if not is_here or request.activate:  # Which Python that brings is not known.
-            return f"{finding.head} (by this Python)"
-        if _fails(request, path):
-            wrong = InvalidScriptError(str(finding))
-    if wrong is None:
+        where = "where the job starts" if is_here else "which is copied to the hosts"
+        wrong, hint = f"there is no {script} in {request.cwd}, {where}", _near(path)
+        if not is_here:  # Hosts may have it already: agents look.
+            return f"{wrong} ({hint})"
+        error = UsageError(wrong, hint)
+    elif (finding := _syntax(path, script)) is None:
+        return ""
+    elif not is_here or request.activate:  # Which Python that brings is not known.
+        return f"{finding.head} (by this Python)"
+    else:
+        error = InvalidScriptError(str(finding))
+    if not _fails(request, script):
         return ""
     if request.dry_run:
-        return str(wrong)
-    raise wrong
+        return str(error)
+    raise error
 
 
 def _near(path: str) -> str:
@@ -97,10 +99,10 @@ def _text(path: str) -> bytes:
     return b"" if b"\0" in text else text
 
 
-def _fails(request: JobRequest, path: str) -> bool:
+def _fails(request: JobRequest, script: str) -> bool:
     """Return whether the job's Python, on this machine, cannot read the script either."""
     env = {**request.outer, **{name: each.value for name, each in given(request.settings, WORKER).items()}}
-    words = [python_words(request.command, request.shell)[0], "-c", _COMPILE, path]
+    words = [python_words(request.command, request.shell)[0], "-c", _COMPILE, script]
     try:
         done = subprocess.run(
             words, env=env, cwd=request.cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False

@@ -95,7 +95,7 @@ PLAN = Plan(
         identity="2049:131 5d1c0a3e-7f0b-4c53-9c77-0a5b8d6f2e11",
         brings=False,
         activated=("/srv/venv",),
-        lacks_program=True,
+        lacks={"bin/own": True},
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",

@@ -75,6 +75,10 @@ LOOKED_S = 5.0
 """A job may have run for so long before it was seen to run."""
 REASON_S = 15.0
 """How long an answer to why a job waits is used: each takes the queue master some work."""
+_FIND_MASTER = (
+    "cat $SGE_ROOT/default/common/act_qmaster   says its host; there:  systemctl start gridengine-master   or  "
+    "$SGE_ROOT/default/common/sgemaster start; if this is no submit host, there:  qconf -as THIS_HOST"
+)
 SHOWN = 3
 """How many reasons, and how many queues and hosts of each, are shown."""
 CANCELLED = facts.EXIT_TERMINATED
@@ -352,8 +356,7 @@ class Sge(Engine):
         yield CheckResult(True, f"commands of Grid Engine: {version}")
         code, said = _run(("qconf", "-sss"))
         if code:
-            fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
-            yield CheckResult(False, f"the queue master does not answer: {one_line(said)}", fix)
+            yield CheckResult(False, f"the queue master does not answer: {one_line(said)}", _FIND_MASTER)
             return
         yield CheckResult(True, f"the queue master answers; the scheduler runs on {said.strip()}")
         try:

@@ -7,6 +7,7 @@ import html
 import os
 import select
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -24,6 +25,9 @@ from distrun.errors import UsageError
 from distrun.options import count
 from distrun_runtime.contract import environ, facts, process
 
+OPENING_S = 600.0
+"""A browser has opened the page by then."""
+PREFIX = "distrun-dashboard-"
 SHOWN = 50
 """Jobs that are over and listed."""
 
@@ -87,7 +91,11 @@ def _say_how(port: int) -> None:
 @contextlib.contextmanager
 def _link(address: str) -> Iterator[str]:
     """Give the URL of a file that leads a browser to an address: other users can read the arguments of a browser."""
-    with tempfile.TemporaryDirectory(prefix="distrun-dashboard-") as folder:  # only the user can read it
+    for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # of a process that was killed
+        with contextlib.suppress(OSError):
+            if old.lstat().st_uid == os.getuid() and old.lstat().st_mtime < time.time() - OPENING_S:
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:  # only the user can read it
         path = Path(folder, "dashboard.html")
         path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">')
         yield path.as_uri()

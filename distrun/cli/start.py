@@ -28,7 +28,8 @@ def demo(ctx: click.Context) -> int:
     """Train a small network on this machine, with 2 workers, 2 servers and a scheduler.
 
     It takes some seconds and needs no data, no GPU and no network. It is a job as any other: it stays in the list of
-    distrun status. distrun init writes its program, to be changed.
+    distrun status. It takes no options from pyproject.toml and config.toml. distrun init writes its program, to be
+    changed.
     """
     words = ["-n", "2", "-s", "2", "--launcher", "local", "--name", "demo", sys.executable, str(_folder() / PROGRAM)]
     say(f"distrun launch {join(words)}", "info")
@@ -36,7 +37,7 @@ def demo(ctx: click.Context) -> int:
 
     ctx.obj[TYPED] = words
     began = time.monotonic()
-    with launch.make_context("launch", list(words), parent=ctx.parent) as inner:
+    with launch.make_context("demo", list(words), parent=ctx.parent) as inner:
         code = int(launch.invoke(inner))
     if not code:
         took = f"{time.monotonic() - began:.0f} s"

@@ -45,9 +45,10 @@ def reports(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]
     for name, points in shown:
         last, past = formats.value(points[-1][2]), [(time_s, value) for _, time_s, value in points]
         if height > 0:
-            about = f"   {_range(points)}   {_span(points)}"
+            about = "".join(f"   {each}" for each in (_range(points), _span(points)) if each)
             lines.append(((name, text.PLAIN), (f" {last}", text.BOLD), (about, text.DIM)))
-            lines += [((line, text.CYAN),) for line in text.chart(text.stretched(past, columns), height, glyphs)]
+            drawn = text.chart(text.stretched(past, columns), height, glyphs) if len(past) > 1 else []
+            lines += [((line, text.CYAN),) for line in drawn]
         else:
             head = f"{text.fit(name, name_width, glyphs.ellipsis)} "
             (drawn,) = text.chart(text.stretched(past, max(2, beside)), 1, glyphs)
@@ -61,15 +62,15 @@ def reports(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]
 
 def _range(points: Sequence[Point]) -> str:
     known = [value for _, _, value in points if math.isfinite(value)]
-    return f"min {formats.value(min(known))}  max {formats.value(max(known))}" if known else ""
+    return f"min {formats.value(min(known))}  max {formats.value(max(known))}" if len(known) > 1 else ""
 
 
 def _span(points: Sequence[Point]) -> str:
     """Return where a curve begins and ends: by steps or, if they are not known or went back, by time."""
     steps = [step for step, _, _ in points if step is not None]
     if len(steps) == len(points) and steps == sorted(steps):
-        return f"step {steps[0]} to {steps[-1]}"
-    return f"{formats.elapsed(points[0][1])} to {formats.elapsed(points[-1][1])}"
+        return "step " + " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
+    return " to ".join(dict.fromkeys(formats.elapsed(each[1]) for each in (points[0], points[-1])))
 
 
 def store(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
@@ -402,9 +403,10 @@ def _panels(
 
     groups = rows.host_rows(model.hosts.values(), look.wanted, folds)
     is_heard = any(host.word for host in model.hosts.values())
+    curves = sum(1 + CHART_ROWS * (len(points) > 1) for points in model.reports.values())
     every = [
         _Panel("error", error_title(model), len(model.error_lines), partial(error, model)),
-        _Panel("reports", "reports", len(model.reports) * (CHART_ROWS + 1), partial(reports, model)),
+        _Panel("reports", "reports", curves, partial(reports, model)),
         _Panel("hosts", f"hosts {len(model.hosts)}", len(groups) + 1 if is_heard else 0, host_lines),
         _Panel("store", "store", 0 if model.store is None else len(model.store.servers) + 4, partial(store, model)),
         _Panel("events", "events", len(progress.folded(model.events)), partial(events, model)),

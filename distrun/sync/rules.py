@@ -214,6 +214,17 @@ def keep_rules(filters: Iterable[str]) -> list[KeepRule]:
     return found
 
 
+def is_kept(rules: Sequence[KeepRule], name: str) -> bool:
+    """Return whether rules keep a file that only a host has, or a folder that it is in. No side effects."""
+    parts = os.fsencode(name).decode("latin-1").split("/")
+    for end in range(1, len(parts) + 1):
+        path, is_folder = "/" + "/".join(parts[:end]), end < len(parts)
+        fits = (rule for rule in rules if is_folder or not rule.only_folders)
+        if next((rule.keeps for rule in fits if re.fullmatch(rule.pattern, path, re.DOTALL)), False):
+            return True
+    return False
+
+
 def _rules(word: str, keeps: bool) -> list[KeepRule]:
     pattern = os.fsencode(word).decode("latin-1")
     only_folders = len(pattern) > 1 and pattern.endswith("/")

@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -59,6 +59,8 @@ class Tree:
     """The folders (and files) of the source with the most bytes or files: name, files, bytes."""
     sums: tuple[Sequence[int], ...] = field(default=(), repr=False, compare=False)
     """`sums` of the source and of each extra; empty: rsync does not list."""
+    lacks: frozenset[str] = frozenset()
+    """Those that were asked for and are not copied."""
 
     def text(self) -> str:
         """Return the size in words."""
@@ -75,8 +77,10 @@ class Tree:
         return [f"{text}; leave out what the job does not need: --sync-exclude PATTERN, or {rules.IGNORE_FILE}"]
 
 
-def scan(source: str, wanted: CopyRules) -> Tree:
+def scan(source: str, wanted: CopyRules, asked: Iterable[str] = ()) -> Tree:
     """Return what a copy of the folder `source` would send to an empty folder, extras included.
+
+    `asked`: paths of files in the copy; `lacks` has those that are not sent, if rsync can list names.
 
     Raises:
         UsageError: the source or an extra does not exist; --sync-gitignore outside a repository.
@@ -85,14 +89,18 @@ def scan(source: str, wanted: CopyRules) -> Tree:
     if not os.path.isdir(source):
         raise UsageError(f"there is no directory {source} to copy")
     tree = Tree()
+    lacks = frozenset(asked if rsync.find().has("--out-format") else ())
     for name, path, output in _listings(source, wanted):
+        if lacks:
+            below = [b""] if output is None else (each[0] for each in _listed(output))
+            lacks -= {os.path.normpath(os.path.join(name, os.fsdecode(each))) for each in below}
         if output is not None:
             more = summary(output)
         else:
             size = os.path.getsize(path)
             more = Tree(1, size, sums=([0, 0, size],))
         biggest = _biggest([*tree.biggest, (name, more.files, more.size)]) if name else more.biggest
-        tree = Tree(tree.files + more.files, tree.size + more.size, biggest, (*tree.sums, *more.sums))
+        tree = Tree(tree.files + more.files, tree.size + more.size, biggest, (*tree.sums, *more.sums), lacks)
     return tree
 
 

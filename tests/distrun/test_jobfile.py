@@ -87,7 +87,10 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ("[wroker]\ncores = 1", "job.toml:1:2: unknown table [wroker]: did you mean [worker]?"),
         ("[slurm]\nargs = 'x'", "job.toml:1:2: unknown table [slurm]: an engine's section is read from ~/.config/"),
         ("dry-run = true", "unknown key 'dry-run'"),
-        ('workers = "4"', 'job.toml:1:11: workers: expected a whole number, found "4"\n  workers = "4"\n            ^'),
+        (
+            'workers = "4"',
+            'job.toml:1:11: workers: expected a whole number without quotes, found "4"\n  workers = "4"\n            ^',
+        ),
         ("workers = 0", "job.toml:1:11: workers: expected a whole number from 1 to 65536, found '0'"),
         ("workers = true", "workers: expected a whole number, found true"),
         ("timeout = inf", "timeout: expected a number of seconds, found inf"),
@@ -109,6 +112,13 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ("[profile.lab]\nprofile = 1", "job.toml:2:1: unknown key 'profile'\n"),
         ("[profile.lab]\nworkrs = 1", "job.toml:2:1: unknown key 'workrs': did you mean workers?"),
         ('name = "x', "job.toml:1:10: "),
+        ('detach = "true"', 'detach: expected true or false without quotes, found "true"'),
+        ("launcher = local", "job.toml:1:12: expected a text in straight quotes, a number, true, false, [ or {\n"),
+        ("name = 'x'\nname = 'y'", "job.toml:2:11: this key is already above\n"),
+        ('name = "x\n', "job.toml:1:10: expected a quote before the end of the line\n"),
+        ('command = ["a" "b"]', "job.toml:1:16: expected a comma or ]\n"),
+        ("[enviroment]\nA = 1", "unknown table [enviroment]: did you mean [env]?"),
+        ("workers = 2.5", "workers: expected a whole number, found 2.5"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_was_meant(text: str, message: str) -> None:

@@ -27,13 +27,27 @@ def folder(distrun: Distrun) -> Distrun:
     return distrun
 
 
-@pytest.mark.parametrize("words", [LOCAL, COPIED])
-def test_a_script_that_is_not_there_is_told_with_one_of_a_near_name(words: tuple[str, ...], folder: Distrun) -> None:
-    done = folder.answer(*words, sys.executable, "-uW", "ignore", "trian.py", "--lr", "1")
+def test_a_script_that_is_not_there_is_told_with_one_of_a_near_name(folder: Distrun) -> None:
+    done = folder.answer(*LOCAL, sys.executable, "-uW", "ignore", "trian.py", "--lr", "1")
     assert done.returncode == 2
     assert b"there is no trian.py in " in done.stderr
     assert b"did you mean train.py?" in done.stderr
     assert not folder.jobs
+    done = folder.answer(*COPIED, "--dry-run", "python3", "trian.py")
+    assert done.returncode == 0
+    assert b", which is copied to the hosts (did you mean train.py?)" in done.stderr
+
+
+def test_a_script_that_is_only_in_the_container_of_a_python_is_not_missed(folder: Distrun) -> None:
+    (folder.work / "inner").mkdir()
+    (folder.work / "inner" / "inner.py").write_text("print('inside')\n")
+    (folder.work / "python3").write_text(f'#!/bin/sh\ncd inner && exec 3>&- && exec {sys.executable} "$@"\n')
+    (folder.work / "python3").chmod(0o755)
+    done = folder.run(*LOCAL, "--no-prefix", "./python3", "inner.py")
+    assert (done.returncode, done.stdout) == (0, b"inside\n"), done.stderr
+    done = folder.run(*LOCAL, "--no-prefix", "--activate", "true", "./python3", "inner.py")
+    assert (done.returncode, done.stdout) == (0, b"inside\n"), done.stderr
+    assert folder.run(*LOCAL, "./python3", "iner.py").returncode == 2
 
 
 def test_an_archive_and_a_compiled_script_have_no_syntax_error(folder: Distrun) -> None:
@@ -193,3 +207,33 @@ def test_what_hosts_lack_is_told_before_files_are_copied(lab: Site) -> None:
     assert "-> copy it there with --sync-dst-dir DIR, or mount it" in done.err
     done = lab.distrun(*words, "./own")
     assert (done.code, done.out) == (0, "runs\nruns\n"), done.err
+
+
+def test_a_script_that_only_hosts_have_runs_if_the_copy_leaves_it_there(lab: Site) -> None:
+    (lab.work / "other.py").touch()
+    words = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/only", "--no-prefix")
+    script = ("python3", "sub/host.py")
+    there = "mkdir -p /tmp/only/sub && touch /tmp/only/.distrun-sync && echo 'print(\"there\")' >/tmp/only/sub/host.py"
+    assert lab.run("ssh", "h1", there).code == 0
+    done = lab.distrun(*words, *script)
+    assert done.code == 2
+    assert f"warning: there is no sub/host.py in {lab.work}, which is copied to the hosts" in done.err
+    assert "h2  script  there is no sub/host.py in /tmp/only on h2, and the files that are copied have none" in done.err
+    assert lab.run("ssh", "h1", "ls /tmp/only").out.split() == ["sub"]
+    assert lab.run("ssh", "h2", there).code == 0
+    done = lab.distrun(*words, *script)
+    assert (done.code, done.out) == (0, "there\nthere\n"), done.err
+    done = lab.distrun(*words, "--sync-delete", *script)
+    assert done.code == 2
+    text = "there is no sub/host.py in /tmp/only on HOST after the copy, because --sync-delete deletes it"
+    assert f"h1, h2  script  {text}" in done.err
+    done = lab.distrun(*words, "--sync-delete", "--sync-exclude", "/sub/", *script)
+    assert (done.code, done.out) == (0, "there\nthere\n"), done.err
+    (lab.work / "sub").mkdir()
+    (lab.work / "sub" / "host.py").write_text("print('here')\n")
+    done = lab.distrun(*words, "--sync-exclude", "host.py", *script)
+    assert (done.code, done.out) == (0, "there\nthere\n"), done.err
+    done = lab.distrun(*words[:-2], "/tmp/new", "--sync-exclude", "host.py", *script)
+    assert done.code == 2
+    assert "h1, h2  script  there is no sub/host.py in /tmp/new on HOST, and the files that are copied have" in done.err
+    assert lab.distrun(*words, *script).out == "here\nhere\n"

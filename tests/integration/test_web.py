@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import urllib.request
@@ -119,6 +120,26 @@ def test_the_token_is_no_argument_of_the_browser_that_is_opened(
     assert token in page
     assert served.end(signal.SIGTERM) == 143
     assert not Path(url.removeprefix("file://")).exists()
+
+
+def test_what_a_killed_one_left_for_the_browser_is_removed_by_the_next(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    given = {"DISPLAY": ":99", "BROWSER": "true", "TMPDIR": str(tmp_path / "tmp")}
+    killed = serve("--open", **given)
+    (left,) = wait_until(lambda: list((tmp_path / "tmp").glob("*/dashboard.html")), TIMEOUT_S)
+    killed.process.kill()
+    killed.process.wait()
+    os.utime(left.parent, (0, 0))
+    serve("--open", **given)
+    (page,) = wait_until(
+        lambda: [each for each in (tmp_path / "tmp").glob("*/dashboard.html") if each != left], TIMEOUT_S
+    )
+    assert not left.parent.exists()
+    serve("--open", **given)  # one that lives keeps its own
+    wait_until(lambda: len(list((tmp_path / "tmp").glob("*/dashboard.html"))) == 2, TIMEOUT_S)
+    assert page.exists()
 
 
 def test_without_a_desktop_open_says_so(serve: Callable[..., Served]) -> None:

@@ -58,8 +58,8 @@ __distrun_code=$?
 unset __distrun_code
 %s -I -S -c %s || { env -0 && printf distrun-end; } >&%s
 """
-_OF_THE_SHELL = (b"_", b"SHLVL", b"PWD", b"OLDPWD", b"BASH_EXECUTION_STRING")
-"""Variables of the shell itself, which would mislead a task."""
+_OF_THE_SHELL = (b"SHLVL", b"PWD", b"OLDPWD", b"BASH_EXECUTION_STRING")
+"""Variables of the shell itself, which would mislead a task. So would `_`."""
 
 
 class Need(NamedTuple):
@@ -109,15 +109,11 @@ def _shared(share: Share) -> Steps:
     plan = share.plan
     if plan.sync is not None or any(task.cwd for task in plan.tasks):
         check_folders(plan, share.host)
-    if plan.runtime.path:
-        return share._replace(runtime=plan.runtime.path)
-    if not plan.runtime.digest:
-        return share
-    from distrun_runtime.agent import cache
+    folder, digest = plan.runtime.path, plan.runtime.digest
+    if digest and not folder:
+        from distrun_runtime.agent import cache
 
-    folder = cache.find(plan.runtime.digest)
-    if not folder:
-        folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
+        folder = cache.find(digest) or cache.keep(digest, (yield Need(digest)), share.folder)
     return share._replace(runtime=folder)
 
 
@@ -135,15 +131,13 @@ def _may_be_copied(share: Share) -> bool:
         return False
     if plan.sync.brings:
         return True
-    found = [path for path in plan.sync.activated if is_copied(path, plan)]
+    paths = list(plan.sync.activated)
     for task in plan.tasks:
         if task.needs or plan.imports:
             env, program = share.environment(task, task.env), task.argv[0] if task.needs else plan.program
-            lists = [env.get(name, b"").split(b":") for name in (b"PATH", b"PYTHONPATH")]
-            named = [os.fsdecode(path) for paths in lists for path in paths if path]
-            named += [program] if "/" in program else []
-            found += [path for path in named if is_copied(path, plan)]
-    return bool(found)
+            paths += [program] if "/" in program else []
+            paths += os.fsdecode(b":".join(env.get(name, b"") for name in (b"PATH", b"PYTHONPATH"))).split(":")
+    return any(path and is_copied(path, plan) for path in paths)
 
 
 def _environment(share: Share, may_come: bool = False) -> Steps:
@@ -369,12 +363,8 @@ def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, byt
         what = "ended without telling its variables"
     else:
         pairs = (entry.partition(b"=") for entry in done.result[: -len(_END)].split(b"\0"))
-        found = {name: value for name, equals, value in pairs if equals and name}
-        for name in _OF_THE_SHELL:
-            found.pop(name, None)
-            if name in asked.env and name != b"_":
-                found[name] = asked.env[name]
-        return found
+        found = {name: value for name, equals, value in pairs if equals and name not in (b"", b"_", *_OF_THE_SHELL)}
+        return {**found, **{name: asked.env[name] for name in _OF_THE_SHELL if name in asked.env}}
     text = "\n".join([f"activation on {host} {what}", *done.last_lines.splitlines()])
     fix = f"try it there by hand: ssh {host}, then bash -l and the text of --activate"
     raise PreflightFailure("activation", text, fix)
@@ -427,6 +417,8 @@ import sys
 if sys.path[:1] == [""]:
     del sys.path[0]  # a script has its own folder there, not the working directory
 {_ABOUT}
+found["has_script"] = os.path.exists(names.pop(0))
+if sys.version_info >= (3, 4):
     def is_missing(name):
         try:
             return find_spec(name) is None
@@ -490,19 +482,16 @@ def told(asked: Command, done: CommandResult, name: str, host: str) -> Dict[str,
     found = _parsed(done)
     if found is not None:
         return found
-    other = OTHER
     if done.fault == NOT_FOUND:
-        where = "" if "/" in name else " (in no folder of the tasks' PATH)"
-        if name == "python":
-            other = "type python3 in the command, if that is what this host has, or " + other
-        raise PreflightFailure("python", f"there is no program {name} on {host}{where}", other)
+        other = "type python3 in the command, if that is what this host has, or " * (name == "python") + OTHER
+        raise PreflightFailure("python", f"there is no program {name} on {host}{_in_no_folder(name)}", other)
     if done.fault == TIMED_OUT:
         modules = ", ".join(os.fsdecode(each) for each in asked.argv[4:])
         what, kind = f"{name} on {host} did not import {modules} within {asked.limit_s:g} s", "module"
     else:
         how = "" if done.code is None else f" (exit code {done.code})"
         what, kind = f"{name} on {host} is not a working Python{how}", "python"
-    raise PreflightFailure(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
+    raise PreflightFailure(kind, "\n".join([what, *done.last_lines.splitlines()]), OTHER)
 
 
 def fits(look: Mapping[str, Any], needs: Sequence[str]) -> bool:
@@ -632,33 +621,60 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
         PreflightFailure: it, its script or a module is not there (kinds `facts.PROGRAM`, `SCRIPT` and `IMPORT`).
     """
     plan, seen = share.plan, set()
-    coming = plan.sync if may_come else None
+    name, sync = os.path.expanduser(exact(plan.program)), plan.sync if may_come else None
     for task in plan.tasks:
-        if task.needs:
-            continue
-        name, env = os.path.expanduser(exact(plan.program)), share.environment(task, task.env)
+        env = share.environment(task, task.env)
         paths = tuple(programs(name, task.cwd, env))
-        if paths in seen:
+        if task.needs or paths in seen:
             continue
         seen.add(paths)
-        if any(map(os.path.exists, paths)):
-            script = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script))
-            comes = coming is not None and is_copied(os.fsdecode(script), plan)
-            if plan.script and not comes and not os.path.exists(script):
-                where = "" if os.path.isabs(plan.script) else f" in {task.cwd}"
-                fix = "copy it there with --sync-dst-dir DIR, or mount it" * (plan.backend != "local")
-                text = f"there is no {plan.script}{where} on {share.host}"
-                raise PreflightFailure(facts.SCRIPT, text, _near(plan.script, [script]) or fix)
-            if plan.imports:
-                asked = command(name, tuple(plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
-                _check_imports(share, _parsed((yield asked)) or {})
-        elif coming is None or coming.lacks_program or not any(is_copied(os.fsdecode(path), plan) for path in paths):
-            shown, equals, _ = plan.program.partition("=")  # of an assignment only the name: its value may be a secret
-            where = "" if b"/" in name else " (in no folder of the tasks' PATH)"
-            where = ", and the files that are copied have none" if coming and coming.lacks_program else where
-            text = f"there is no program {shown}{'=...' if equals else ''} on {share.host}{where}"
+        why = _why_absent(paths, plan, sync)
+        if why is not None:
+            shown = re.sub("(?s)=.*", "=...", plan.program)  # the value of an assignment may be a secret
+            text = f"there is no program {shown} on {share.host}{_in_no_folder(plan.program)}{why}"
             brings = "install it there, give its path, or put its folder on PATH by --activate"
-            raise PreflightFailure(facts.PROGRAM, text, "" if equals else _near(plan.program, paths) or brings)
+            fix = "" if "=" in shown else _near(shown, paths) or brings
+            raise PreflightFailure(facts.PROGRAM, text, fix)
+        script, look = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script)), {}
+        why = _why_absent([script], plan, sync) if plan.script else None
+        if (plan.imports or why is not None) and any(map(os.path.exists, paths)):
+            asked = command(name, (plan.script, *plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
+            look = _parsed((yield asked)) or {}
+        # A program that enters a container may have the script there.
+        if why is not None and (look.get("has_script") is False or os.path.exists(script)):
+            where = "" if os.path.isabs(plan.script) else f" in {task.cwd}"
+            fix = "copy it there with --sync-dst-dir DIR, or mount it" * (plan.backend != "local" and not plan.sync)
+            text = f"there is no {plan.script}{where} on {share.host}{why}"
+            raise PreflightFailure(facts.SCRIPT, text, _near(plan.script, [script]) or fix)
+        modules = look.get("missing")
+        if modules:
+            named = ", ".join(f"{module} ({plan.imports[module]})" for module in modules)
+            text = f"{look['path']} on {share.host} (Python {look['version']}) has no module {named}"
+            raise PreflightFailure(facts.IMPORT, text, _typed(share, look, modules) or "install it there")
+
+
+def _in_no_folder(program: str) -> str:
+    return "" if "/" in program else " (in no folder of the tasks' PATH)"
+
+
+def _why_absent(paths: Sequence[bytes], plan: Plan, sync: Optional[Sync]) -> Optional[str]:
+    """Return why none of these files is there when tasks start, as the end of a sentence; None if one may be.
+
+    `sync`: files are copied before that.
+    """
+    why = ""
+    for path in paths:
+        text, stays = os.fsdecode(path), True
+        if sync is not None and is_copied(text, plan):
+            name = os.path.relpath(text, os.path.expanduser(plan.cwd))
+            if name not in sync.lacks:
+                return None
+            stays, why = sync.lacks[name], ", and the files that are copied have none"
+        if os.path.exists(path):
+            if stays:
+                return None
+            why = " after the copy, because --sync-delete deletes it"
+    return why
 
 
 NAMES = 5000
@@ -676,14 +692,6 @@ def _near(typed: str, paths: Sequence[bytes]) -> str:
     folder, slash, name = typed.rpartition("/")
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {folder}{slash}{near[0]}?" if near else ""
-
-
-def _check_imports(share: Share, look: Mapping[str, Any]) -> None:
-    modules = look.get("missing") or []
-    if modules:
-        named = ", ".join(f"{module} ({share.plan.imports[module]})" for module in modules)
-        text = f"{look['path']} on {share.host} (Python {look['version']}) has no module {named}"
-        raise PreflightFailure(facts.IMPORT, text, _typed(share, look, modules) or "install it there")
 
 
 # The lock by which the places of one node take turns where they share something.

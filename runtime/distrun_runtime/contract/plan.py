@@ -170,8 +170,9 @@ class Sync(NamedTuple):
     the copy, else before it."""
     activated: Tuple[str, ...] = ()
     """Folders of environments that are activated, as typed: one that is below `Plan.cwd` comes with the files."""
-    lacks_program: bool = False
-    """`Plan.program` is a relative path, and no such file is copied: only a host may have it."""
+    lacks: Mapping[str, bool] = {}
+    """Those of the program and the script that are not copied, as paths below `Plan.cwd`; and whether what a host has
+    there stays. Else it is deleted."""
 
 
 class Plan(NamedTuple):

@@ -624,6 +624,16 @@ def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp
         Sge().cancel(Handle("sge", "4", {}))
 
 
+def test_a_queue_master_that_does_not_answer_is_told_with_what_to_type(commands: Commands) -> None:
+    commands.answer("qstat", "echo SGE 8.1.9")
+    commands.answer("qacct", "true")
+    commands.answer("qconf", "echo 'unable to contact qmaster using port 6444 on host \"m1\"' >&2; exit 1")
+    finding = list(Sge().examine())[-1]
+    assert (finding.ok, 'on host "m1"' in finding.text) == (False, True)
+    for typed in ("act_qmaster", "systemctl start gridengine-master", "sgemaster start", "qconf -as"):
+        assert typed in finding.fix
+
+
 def test_the_doctor_lists_the_environments_of_which_the_user_has_to_choose_one(commands: Commands) -> None:
     commands.answer("qstat", "echo SGE 8.1.9")
     commands.answer("qacct", "true")

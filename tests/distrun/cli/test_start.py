@@ -27,6 +27,15 @@ def test_the_demo_learns_and_says_what_to_type_next(distrun: Distrun) -> None:
     assert {task["role"] for task in distrun.state()["tasks"]} == {"worker", "server", "scheduler"}
 
 
+def test_the_demo_takes_no_options_from_files(distrun: Distrun) -> None:
+    (distrun.work / "pyproject.toml").write_text('[tool.distrun]\nfetch = ["out/*"]\nworkers = 3\n')
+    config = distrun.work.parent / "config" / "distrun" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('env = ["RATE=1"]\ntimeout = "1ms"\n')
+    done = distrun.run("demo", env={"XDG_CONFIG_HOME": str(config.parent.parent)})
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_init_writes_runs_at_once_and_is_never_overwritten(distrun: Distrun) -> None:
     env = on_path(sys.executable)
     assert distrun.answer("init", "a/b c", env=env).returncode == 0

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from distrun.sync.rules import CopyRules, Extra, filters, keep_rules
+from distrun.sync.rules import CopyRules, Extra, filters, is_kept, keep_rules
 from distrun_runtime.agent.unpack import Unpacking
-from distrun_runtime.contract.agent_messages import Copied, FolderFound
+from distrun_runtime.contract.agent_messages import Copied, Copying, FolderFound
 from distrun_runtime.contract.folder import MARKER, PARTIAL
 from distrun_runtime.contract.plan import Host, Plan, Sync
 
@@ -121,6 +121,8 @@ def compare(options: list[str], tmp_path: Path) -> None:
     for folder in (theirs, ours):
         folder.mkdir(mode=0o755)
         make(folder)
+    paths = [path for path in sorted(ours.rglob("*")) if path.is_file() and not path.name.startswith(".distrun-")]
+    made = [str(path.relative_to(ours)) for path in paths]
     command = ["rsync", "-r", "--delete", *options, f"{source}/", f"{theirs}/"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     said: list[type] = []
@@ -132,8 +134,11 @@ def compare(options: list[str], tmp_path: Path) -> None:
     assert copy.take("1", bytes(1024), True, "")
     while copy.is_busy:
         copy.proceed()
-    assert said == [FolderFound, Copied]
+    assert [each for each in said if each is not Copying] == [FolderFound, Copied]
     assert left(ours) == left(theirs)
+    assert [name for name in made if is_kept(keep_rules(options), name)] == [
+        each for each in made if each in left(ours)
+    ]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -33,6 +33,22 @@ def test_files_and_bytes_are_counted_by_the_rules_of_the_copy(tmp_path: Path) ->
     assert scan(str(folder), CopyRules()).size == 5 + 3 + len("*.bin\n+ .git\n")
 
 
+def test_what_is_asked_for_and_not_copied_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s", **{"a.py": "", "own/__main__.py": "", "sub/b.py": "", "é.py": "", ".venv/bin/x": ""})
+    lib = write(tmp_path / "lib", **{"c.py": ""})
+    extra = (Extra(str(lib), "lib"), Extra(str(lib / "c.py"), "new/d.py"))
+    asked = ("a.py", "own", "sub/b.py", "é.py", ".venv/bin/x", "lib/c.py", "new/d.py", "c.py", "none")
+    assert scan(str(folder), CopyRules(("b.py",), extra=extra), asked).lacks == {
+        "sub/b.py",
+        ".venv/bin/x",
+        "c.py",
+        "none",
+    }
+    git(folder, "init", "-q")
+    write(folder, **{".gitignore": "a.py\n"})
+    assert scan(str(folder), CopyRules(gitignore=True), ("a.py", "own", "sub/b.py")).lacks == {"a.py"}
+
+
 def test_extras_count_and_must_be_there(tmp_path: Path) -> None:
     folder = source(tmp_path / "s")
     lib = write(tmp_path / "lib", **{"a.so": "1234", "__pycache__/x.pyc": "."})
