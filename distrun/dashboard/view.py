@@ -47,8 +47,8 @@ def reports(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]
         if height > 0:
             about = "".join(f"   {each}" for each in (_range(points), _span(points)) if each)
             lines.append(((name, text.PLAIN), (f" {last}", text.BOLD), (about, text.DIM)))
-            drawn = text.chart(text.stretched(past, columns), height, glyphs) if len(past) > 1 else []
-            lines += [((line, text.CYAN),) for line in drawn]
+            if len(past) > 1:
+                lines += [((line, text.CYAN),) for line in text.chart(text.stretched(past, columns), height, glyphs)]
         else:
             head = f"{text.fit(name, name_width, glyphs.ellipsis)} "
             (drawn,) = text.chart(text.stretched(past, max(2, beside)), 1, glyphs)
