@@ -22,7 +22,7 @@ BARE = ("contract", "agent", "coordinator")
 def python(code: str, interpreter: str = sys.executable, path: str = "") -> str:
     env = {**os.environ, "PYTHONPATH": path} if path else None
     command = [interpreter, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -38,7 +38,7 @@ def text_files() -> dict[str, str]:
     """Return path and text of every file that is, or is about to be, in the repository."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs git and a clone, to know which files are the repository's")
     paths = [ROOT / name for name in listed.split("\0") if name]

@@ -17,6 +17,7 @@ from fakecoordinator import METRICS, Coordinator
 from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
 from scripted_agent import ScriptedAgent
+from slowness import scaled
 
 from distrun import cli, jobs, remote_jobs
 from distrun.errors import UsageError
@@ -387,5 +388,5 @@ def test_jobs_are_listed_found_and_read_from_any_thread(store: JobStore) -> None
 
     thread = threading.Thread(target=read)
     thread.start()
-    thread.join(LIMIT_S)
+    thread.join(scaled(LIMIT_S))
     assert found == [("failed", 3, ["worker-0"]), [b"hello\n"], [b"hello\n"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import cxx
 import pytest
 from distrun_cli import Distrun, wait_until
+from slowness import scaled
 
 FOLDER = Path(__file__).resolve().parents[1] / "support" / "gpustandin"
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
@@ -96,7 +97,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=scaled(LIMIT_S),
         check=False,
     )
 

@@ -122,7 +122,7 @@ def compare(options: list[str], tmp_path: Path) -> None:
         folder.mkdir(mode=0o755)
         make(folder)
     command = ["rsync", "-r", "--delete", *options, f"{source}/", f"{theirs}/"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True)
     said: list[type] = []
     channel: Any = SimpleNamespace(say=lambda message, **members: said.append(message))
     rules = [list(rule) for rule in keep_rules(options)]
