@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from slowness import scaled
 
 from distrun import Request, UsageError
 from distrun.request import JobRequest, Needs, given
@@ -23,7 +22,7 @@ def test_a_request_takes_every_option_by_its_key_in_job_files(tmp_path: Path) ->
         *("python", "train.py"),
         workers=2,
         hostfile=tmp_path / "hosts",
-        timeout=scaled(60),
+        timeout=60,
         label=("a=b",),
         worker={"cores": 2, "env": {"A_B": 1}},
         env={"C": "2"},

@@ -94,12 +94,15 @@ def test_the_log_has_the_bytes_as_they_came_and_is_followed_meanwhile(distrun: D
 
 
 def test_what_is_printed_after_a_bars_end_comes_after_it(distrun: Distrun) -> None:
-    """Both wait in their pipes when the agent looks."""
+    """Both may wait in their pipes when the agent looks. The program goes on when it has read them."""
     program = (
-        "import sys, time\n"
+        "import fcntl, sys, termios, time\n"
+        "def is_read(pipe): return fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)) == bytes(4)\n"
+        "def pause():\n"
+        "    while not (is_read(1) and is_read(2)): time.sleep(0.001)\n"
         "for number in range(20):\n"
-        "    sys.stderr.write('\\rbar %d' % number); sys.stderr.flush(); time.sleep(0.05)\n"
-        "    sys.stderr.write('\\rlast %d\\n' % number); print('after', number, flush=True); time.sleep(0.05)\n"
+        "    sys.stderr.write('\\rbar %d' % number); sys.stderr.flush(); pause()\n"
+        "    sys.stderr.write('\\rlast %d\\n' % number); print('after', number, flush=True); pause()\n"
     )
     assert distrun.run("launch", "-n", "1", "-s", "0", "python3", "-c", program).returncode == 0
     log = _log(distrun).decode()
