@@ -97,7 +97,7 @@ def test_a_launch_that_is_interrupted_while_its_coordinator_begins_ends_with_130
     )
     assert result.returncode == 130, result.stderr
     assert result.stderr.count(b"distrun: interrupted") <= 1
-    assert not distrun.left()
+    assert "--detach" in words or not distrun.left()  # a detached one may still be ending: `distrun` waits for that
 
 
 # ---------------------------------------------------------------- foreign programs

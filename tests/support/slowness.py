@@ -54,10 +54,10 @@ def lengthen(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(scaled(limit_s)), append=False)
 
 
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Start the limit anew for the rest of a test that failed: an alarm during its report would end the whole run."""
     if call.excinfo and signal.getitimer(signal.ITIMER_REAL)[0]:
-        signal.setitimer(signal.ITIMER_REAL, scaled(120))
+        signal.setitimer(signal.ITIMER_REAL, scaled(float(item.config.getini("timeout"))))
 
 
 def pytest_report_header() -> str:
