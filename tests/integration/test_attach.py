@@ -349,7 +349,6 @@ def test_the_coordinator_of_a_detached_job_is_a_daemon(distrun: Distrun) -> None
         pass_fds=[write],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=scaled(LIMIT_S),
         check=False,
     )
     os.close(write)

@@ -86,7 +86,5 @@ def aws_server() -> Iterator[str]:
 @pytest.fixture
 def aws(aws_server: str) -> Account:
     """Give an empty account."""
-    with urllib.request.urlopen(
-        urllib.request.Request(aws_server + "/moto-api/reset", method="POST"), timeout=scaled(60)
-    ):
+    with urllib.request.urlopen(urllib.request.Request(aws_server + "/moto-api/reset", method="POST")):
         return Account(aws_server)
