@@ -22,7 +22,7 @@ from sizes import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from slowness import pytest_report_header
+from slowness import pytest_report_header, pytest_runtest_makereport
 from sshd import ssh_config
 from terminal import terminal
 
@@ -58,6 +58,7 @@ __all__ = [
     "pytest_itemcollected",
     "pytest_pyfunc_call",
     "pytest_report_header",
+    "pytest_runtest_makereport",
     "pytest_runtest_setup",
     "pytest_sessionfinish",
     "pytest_terminal_summary",

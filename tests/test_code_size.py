@@ -29,7 +29,7 @@ class Checkout:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SCRIPT), *words, str(self.root)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def numbers(self) -> dict[str, int]:
         """What it prints."""

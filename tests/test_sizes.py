@@ -17,6 +17,7 @@ SUPPORT = Path(__file__).resolve().parent / "support"
 CONFTEST = """\
 import pytest
 from sizes import *
+from slowness import pytest_runtest_makereport
 
 @pytest.fixture
 def sshd():
@@ -79,6 +80,17 @@ def test_own(request):
 def test_usual(request):
     assert request.node.get_closest_marker("timeout").args == (scaled(7),) == (21,)
 """
+SLOW_TO_TELL = """\
+import pytest, time
+
+@pytest.mark.timeout(0.3)
+def test_failing(request):
+    request.node.repr_failure = lambda excinfo: time.sleep(0.5) or "failed"
+    assert False
+
+def test_next():
+    pass
+"""
 MARKERS = "".join("    %s: a marker\n" % name for name in ("engine", "lab", "package", "peers", "slow", "ssh"))
 
 
@@ -93,9 +105,7 @@ def run(folder: Path, *words: str, tests: str = TESTS) -> tuple[int, str]:
         file.write(MARKERS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", "-v", *words]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # to load all plugins takes longer than these tests
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=slowness.scaled(100), check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
 
@@ -185,3 +195,11 @@ def test_time_limits_grow_by_what_was_measured_at_the_start(tmp_path: Path, monk
     code, out = run(tmp_path, "-p", "timeout", "-o", "timeout=7", "-n", "2", tests=LIMITS)
     assert code == 0, out
     assert 1 <= slowness.measured() <= slowness.MOST
+
+
+def test_a_limit_that_comes_while_a_failure_is_reported_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(slowness.VARIABLE, "1.0")
+    code, out = run(tmp_path, "-p", "timeout", "-o", "timeout=60", tests=SLOW_TO_TELL)
+    assert (code, "1 failed, 1 passed" in out) == (1, True), out

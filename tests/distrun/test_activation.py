@@ -18,7 +18,6 @@ def bash(text: str, home: Path, **env: str) -> tuple[int, dict[str, str], str]:
         env={"HOME": str(home), "PATH": "/usr/bin:/bin", **env},
         cwd=home,
         capture_output=True,
-        timeout=60,
         check=False,
     )
     left = dict(line.split("=", 1) for line in result.stdout.decode("utf-8", "replace").split("\0") if "=" in line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun import client, killing, planning
 from distrun.client import CoordinatorLost
@@ -20,7 +21,7 @@ from distrun_runtime.contract import session
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 
-LIMIT_S = 20.0
+LIMIT_S = scaled(20.0)
 
 
 class Coordinator:

@@ -17,6 +17,7 @@ from distrun_cli import wait_until
 from fakecoordinator import Coordinator
 from fakessh import LOGIN, RUNS, FakeSsh
 from sample_plan import sample_plan
+from slowness import scaled
 
 from distrun import cli, client, jobs, killing, remote_jobs
 from distrun.backends.ssh import Ssh
@@ -61,7 +62,7 @@ def answers(path: Path, job: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    listener.settimeout(LIMIT_S)
+    listener.settimeout(scaled(LIMIT_S))
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -110,7 +111,7 @@ def test_a_stream_that_ends_is_told_from_one_that_breaks(folder: JobFolder, ssh:
         place(folder, login, str(path))
         stream = remote_jobs.RemoteSocket(folder, folder.control() or {}, may_ask=False)
         with contextlib.closing(stream), answers(path, folder.id):
-            stream.settimeout(LIMIT_S)
+            stream.settimeout(scaled(LIMIT_S))
             stream.sendall(b"hello")
             assert b"d1" in stream.recv(65536)
             if is_ended:
@@ -259,7 +260,7 @@ def test_a_coordinator_is_not_read_faster_than_its_client_reads_and_nothing_is_l
     coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: talk() if kind == "subscribe" else [])
     stream = remote_jobs.RemoteSocket(folder, folder.control() or {}, may_ask=False)
     with contextlib.closing(stream):
-        stream.settimeout(LIMIT_S)
+        stream.settimeout(scaled(LIMIT_S))
         stream.sendall(jobs.asked())
         received = bytearray(stream.recv(65536))
         before = -1

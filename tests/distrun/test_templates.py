@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from slowness import scaled
 
 from distrun import __version__, templates
 from distrun.errors import UsageError
@@ -192,6 +193,6 @@ def test_quotings_are_those_that_the_programs_understand() -> None:
     """By the programs themselves: the module's own functions could be wrong in the same way as the test."""
     text = """ a'b"c\\ $HOME `id` !x : # % é😀 """
     script = "printf '%s ' " + templates.fill("@{x|words}", {"x": text})
-    printed = subprocess.run(["sh", "-c", script], capture_output=True, check=True, timeout=30)
+    printed = subprocess.run(["sh", "-c", script], capture_output=True, check=True, timeout=scaled(30))
     assert printed.stdout.decode().split() == text.split()
     assert json.loads(templates.fill("@{x|yaml}", {"x": text})) == text

@@ -14,6 +14,7 @@ from pathlib import Path
 import agentkit
 import pytest
 from agentkit import WAIT_S, AgentDriver, agent, poll, python, shell, task
+from slowness import scaled
 
 from distrun_runtime.agent import share, stopping
 from distrun_runtime.contract import facts, process
@@ -378,7 +379,7 @@ def test_begin_that_does_not_fit_is_refused_with_the_reason(members: Mapping[str
         assert answer.type == "refused"
         assert reason in str(answer.header["reason"])
         driver.wait("bye")
-        assert driver.child.wait(agentkit.WAIT_S) == 6
+        assert driver.child.wait(scaled(agentkit.WAIT_S)) == 6
 
 
 def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
@@ -466,7 +467,7 @@ def test_guard_ends_what_carries_the_jobs_marks_and_was_started_by_another_proce
         with subprocess.Popen(["sleep", "600"], env={**os.environ, **marks}) as elsewhere:  # as `at` would do it
             try:
                 assert driver.finish() == 0
-                assert elsewhere.wait(WAIT_S) == -signal.SIGTERM
+                assert elsewhere.wait(scaled(WAIT_S)) == -signal.SIGTERM
             finally:
                 elsewhere.kill()
         assert not share.folders_of(driver.job)
@@ -631,10 +632,10 @@ def test_agent_whose_pipes_are_closed_before_it_says_hello_ends() -> None:
     try:
         for pipe in (child.stdin, child.stdout):
             pipe.close()
-        assert child.wait(WAIT_S) == facts.EXIT_TERMINATED
+        assert child.wait(scaled(WAIT_S)) == facts.EXIT_TERMINATED
     finally:
         child.terminate()  # the guard passes it on to the agent
-        child.wait(WAIT_S)
+        child.wait(scaled(WAIT_S))
 
 
 def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:
@@ -658,7 +659,7 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
         for number in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(driver.child.pid, number)
             os.kill(agent_pid, number)
-        driver.child.wait(agentkit.WAIT_S)
+        driver.child.wait(scaled(agentkit.WAIT_S))
         assert driver.leftovers()
         with monkeypatch.context() as patch:
             for name, value in way.items():
@@ -677,4 +678,4 @@ def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
         report = stopping.sweep(driver.job, 30.0)
         assert report.left == []
         assert b"gently" in driver.text() or driver.exited()
-        assert driver.child.wait(agentkit.WAIT_S) == 143
+        assert driver.child.wait(scaled(agentkit.WAIT_S)) == 143

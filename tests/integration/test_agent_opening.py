@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, shell, task
+from slowness import scaled
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import session
@@ -58,7 +59,7 @@ def refused(driver: AgentDriver) -> dict[str, object]:
     frame = driver.begin()
     assert frame.type == "refused", frame
     driver.wait("bye")
-    assert driver.child.wait(WAIT_S) == 6
+    assert driver.child.wait(scaled(WAIT_S)) == 6
     assert driver.leftovers() == []
     return frame.header
 
@@ -212,7 +213,7 @@ def test_what_is_missing_among_the_files_is_refused(tmp_path: Path, members: dic
         frame = settle(driver)
         assert (frame.type, frame.header["kind"]) == ("refused", kind)
         driver.wait("bye")
-        assert driver.child.wait(WAIT_S) == 6
+        assert driver.child.wait(scaled(WAIT_S)) == 6
         assert driver.leftovers() == []
 
 

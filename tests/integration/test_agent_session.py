@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agentkit import WAIT_S, AgentDriver, agent, poll, shell, task
+from slowness import scaled
 
 from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import HOLD, Limits, Runtime
@@ -34,7 +35,7 @@ def holding(script: str, **limits: float) -> Iterator[tuple[AgentDriver, Path]]:
 
 def connected(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(WAIT_S)
+    sock.settimeout(scaled(WAIT_S))
     sock.connect(str(path))
     return sock
 
@@ -140,7 +141,7 @@ def test_an_agent_that_nobody_comes_back_to_ends_its_tasks_with_its_lease() -> N
         driver.spawn()
         driver.cut()
         poll(lambda: not driver.leftovers(), "the lease has ended")
-        assert driver.child.wait(WAIT_S) == 143
+        assert driver.child.wait(scaled(WAIT_S)) == 143
         assert not path.parent.exists()
 
 
@@ -169,7 +170,7 @@ def test_leave_ends_the_tasks_of_an_agent_that_holds() -> None:
         assert driver.exited()["signal"] == "TERM"
         driver.wait("bye")
         driver.cut()
-        assert driver.child.wait(WAIT_S) == 143
+        assert driver.child.wait(scaled(WAIT_S)) == 143
 
 
 def test_a_bye_that_a_cut_swallowed_is_said_again() -> None:
@@ -180,7 +181,7 @@ def test_a_bye_that_a_cut_swallowed_is_said_again() -> None:
         assert proves(sock, KEY)
         driver.resume(sock)
         driver.wait("bye")
-        assert driver.child.wait(WAIT_S) == 0
+        assert driver.child.wait(scaled(WAIT_S)) == 0
 
 
 def test_a_spawn_that_comes_again_starts_nothing_and_is_answered_as_the_first() -> None:

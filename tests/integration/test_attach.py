@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from distrun_cli import Distrun, wait_until
+from slowness import scaled
 from terminal import Session
 
 from distrun_runtime.contract import process
@@ -97,8 +98,8 @@ def test_attach_prints_what_launch_prints_and_ends_with_the_jobs_code(distrun: D
     attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert f"attached to job {job}".encode() in attached.stderr.readline()
     go(distrun)
-    out, err = attached.communicate(timeout=LIMIT_S)
-    assert attached.returncode == launch.wait(LIMIT_S) == 3
+    out, err = attached.communicate(timeout=scaled(LIMIT_S))
+    assert attached.returncode == launch.wait(scaled(LIMIT_S)) == 3
     assert lines(out) == lines((distrun.home / "out").read_bytes()) == printed(distrun, "up", "over")
     assert err.decode().splitlines()[-1] == (distrun.home / "err").read_text().splitlines()[-1]
 
@@ -109,8 +110,8 @@ def test_attach_to_a_task_shows_only_what_it_prints(distrun: Distrun) -> None:
     attached = distrun.start(*words, stdout=subprocess.PIPE, bufsize=0)
     assert attached.stdout.readline() == b"line 3 of 1\n"
     go(distrun)
-    assert attached.communicate(timeout=LIMIT_S)[0] == b"up\nover 1\n"
-    assert launch.wait(LIMIT_S) == attached.returncode == 0
+    assert attached.communicate(timeout=scaled(LIMIT_S))[0] == b"up\nover 1\n"
+    assert launch.wait(scaled(LIMIT_S)) == attached.returncode == 0
 
 
 def control_clients(distrun: Distrun) -> list[str]:
@@ -125,12 +126,12 @@ def test_without_a_terminal_ctrl_c_detaches(distrun: Distrun) -> None:
     attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     attached.stdout.readline()
     attached.send_signal(signal.SIGINT)
-    _, err = attached.communicate(timeout=LIMIT_S)
+    _, err = attached.communicate(timeout=scaled(LIMIT_S))
     assert attached.returncode == 130
     assert f"distrun attach {job}".encode() in err
     assert launch.poll() is None
     go(distrun)
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
 
 
 def test_attach_ends_when_nobody_reads_it_any_more_and_the_job_goes_on(distrun: Distrun) -> None:
@@ -140,7 +141,7 @@ def test_attach_ends_when_nobody_reads_it_any_more_and_the_job_goes_on(distrun: 
         attached = distrun.start("attach", "--since-start", job, stdout=pipe)
     os.read(reading, 10)
     os.close(reading)
-    assert attached.wait(LIMIT_S) == 141
+    assert attached.wait(scaled(LIMIT_S)) == 141
     assert distrun.state()["state"] == "running"
     go(distrun)
     assert distrun.run("wait", job).returncode == 0
@@ -157,7 +158,7 @@ def test_g_goes_on_and_nothing_is_lost_meanwhile(distrun: Distrun) -> None:
     terminal.type("xg")  # other keys mean nothing
     assert terminal.ends() == 0
     assert terminal.shown.count("over") == 2
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
 
 
 @pytest.mark.parametrize("second", ["s", "\x03"], ids=["s", "Ctrl-C again"])
@@ -169,7 +170,7 @@ def test_s_or_another_ctrl_c_stops_the_job_as_launch_does(second: str, distrun: 
     terminal.expect("[s]top")
     terminal.type(second)
     assert terminal.ends() == 130
-    assert launch.wait(LIMIT_S) == 130
+    assert launch.wait(scaled(LIMIT_S)) == 130
     assert terminal.shown.count("saved") == 2
 
 
@@ -188,7 +189,7 @@ def test_whatever_ends_a_client_the_job_goes_on(distrun: Distrun) -> None:
         attached.stdout.readline()
         attached.send_signal(number)
         is_caught = number in (signal.SIGHUP, signal.SIGTERM)
-        assert attached.wait(LIMIT_S) == (128 + number if is_caught else -number)
+        assert attached.wait(scaled(LIMIT_S)) == (128 + number if is_caught else -number)
         attached.stdout.close()
         assert not is_over(distrun), number
     wait_until(lambda: not control_clients(distrun), LIMIT_S, "the coordinator has noticed")
@@ -214,7 +215,7 @@ def test_a_stopped_client_costs_nothing(distrun: Distrun) -> None:
     assert not process.is_alive(coordinator)
     assert peak < 200_000
     attached.send_signal(signal.SIGCONT)
-    out, _ = attached.communicate(timeout=LIMIT_S)
+    out, _ = attached.communicate(timeout=scaled(LIMIT_S))
     assert attached.returncode == 0  # what it missed is in the job's logs
     assert out.count(b"x") == 40_000_000
 
@@ -245,13 +246,13 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     terminal.expect("ended 0")
     terminal.ends()
     assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
 
 
 def test_a_job_that_is_over_says_so_and_gives_its_code(distrun: Distrun) -> None:
     launch, job = begin(distrun, FAILS)
     go(distrun)
-    assert launch.wait(LIMIT_S) == 3
+    assert launch.wait(scaled(LIMIT_S)) == 3
     done = distrun.run("attach", job)
     assert done.returncode == 3
     assert f"job {job} is over".encode() in done.stderr
@@ -267,7 +268,7 @@ def test_detach_lets_launch_go_and_its_end_means_nothing(distrun: Distrun) -> No
     done = distrun.run("detach", job)
     assert done.returncode == 0
     assert done.stdout.decode() == f"{job}: goes on without its terminal; to come back: distrun attach {job}\n"
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
     assert f"job {job} goes on without this terminal" in (distrun.home / "err").read_text()
     again = distrun.run("detach", job)
     assert again.stdout.decode().startswith(f"{job}: had been detached before")
@@ -286,7 +287,7 @@ def test_closing_the_terminal_ends_an_attached_job_and_not_a_detached_one(distru
         if is_detached:
             assert distrun.run("detach", job.name).returncode == 0
         terminal.close()  # the kernel sends SIGHUP to what is left there
-        terminal.process.wait(LIMIT_S)
+        terminal.process.wait(scaled(LIMIT_S))
         if is_detached:
             assert not (job / "outcome.json").exists()
             go(distrun)
@@ -296,7 +297,7 @@ def test_closing_the_terminal_ends_an_attached_job_and_not_a_detached_one(distru
 def test_a_detached_job_is_of_no_terminal(distrun: Distrun) -> None:
     launch, job = begin(distrun)
     assert distrun.run("detach", job).returncode == 0
-    launch.wait(LIMIT_S)
+    launch.wait(scaled(LIMIT_S))
     pid = control(distrun)["pid"]
     for fd in (0, 1, 2):
         assert os.readlink(f"/proc/{pid}/fd/{fd}") in (os.devnull, str(distrun.job / "coordinator.log"))
@@ -348,7 +349,6 @@ def test_the_coordinator_of_a_detached_job_is_a_daemon(distrun: Distrun) -> None
         pass_fds=[write],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=LIMIT_S,
         check=False,
     )
     os.close(write)
@@ -389,7 +389,7 @@ def test_interrupting_launch_detach_before_all_run_ends_the_job(distrun: Distrun
     started = distrun.begin("--detach", "-n", "1", "-s", "0", "--activate", f"touch activating; {GO}", "true")
     wait_until((distrun.work / "activating").exists, LIMIT_S)
     started.send_signal(signal.SIGINT)
-    assert started.wait(LIMIT_S) == 130
+    assert started.wait(scaled(LIMIT_S)) == 130
     assert distrun.state()["state"] == "killed"
     assert (distrun.home / "out").read_bytes() == b""
 
@@ -406,7 +406,7 @@ def test_attach_and_wait_say_what_to_type_when_the_coordinator_is_lost(distrun: 
     pid = control(distrun)["pid"]
     os.kill(pid, signal.SIGKILL)
     for client in (attached, waiting):
-        _, err = client.communicate(timeout=LIMIT_S)
+        _, err = client.communicate(timeout=scaled(LIMIT_S))
         assert client.returncode == 7
         assert f"job {job}: its coordinator (pid {pid} on {socket.gethostname()}) is gone" in err.decode()
         assert f"distrun kill {job}" in err.decode()

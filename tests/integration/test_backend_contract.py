@@ -13,6 +13,7 @@ import pytest
 from backendcontract import BackendContract, TriedSite
 from distrun_cli import Distrun, leaving_nothing, processes, wait_until
 from lab import Done, Running, Site
+from slowness import scaled
 
 LIMIT_S = 60.0
 
@@ -41,7 +42,7 @@ class Begun:
         return self._child.poll()
 
     def wait(self) -> int:
-        return self._child.wait(LIMIT_S)
+        return self._child.wait(scaled(LIMIT_S))
 
     def signal(self, number: int) -> None:
         self._child.send_signal(number)

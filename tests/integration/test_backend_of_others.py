@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, leaving_nothing, wait_until
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "backend_tsp"
@@ -55,7 +56,7 @@ def test_a_job_waits_for_those_before_it_and_ctrl_c_takes_it_out(machine: Distru
     wait_until(lambda: "tsp: queued, 0 of" in (machine.home / "err").read_text(), LIMIT_S, "it waits")
     assert machine.run("kill", "--launcher", "tsp", "--stale", "-y").stdout == b"no abandoned job of mine is in tsp\n"
     launch.send_signal(signal.SIGINT)
-    assert launch.wait(LIMIT_S) == 130
+    assert launch.wait(scaled(LIMIT_S)) == 130
     assert "distrun-" not in tsp(machine)
     tsp(machine, "-k", "0")
 

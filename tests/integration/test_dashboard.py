@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, leaving_nothing, wait_until
+from slowness import scaled
 from terminal import Session
 
 LIMIT_S = 60.0
@@ -57,8 +58,8 @@ def test_a_job_is_watched_to_its_failure_and_the_last_picture_stays(distrun: Dis
     screen.expect("first error: worker-1")
     screen.expect("RuntimeError: out of luck")
     screen.expect("exit code 1")
-    assert job.wait(LIMIT_S) == 1
-    assert plain.wait(LIMIT_S) == 1
+    assert job.wait(scaled(LIMIT_S)) == 1
+    assert plain.wait(scaled(LIMIT_S)) == 1
     assert screen.process.poll() is None
     screen.type("q")
     assert screen.ends() == 1
@@ -80,7 +81,7 @@ def test_a_job_is_stopped_from_its_picture(distrun: Distrun) -> None:
     screen.expect("stop job")
     screen.type("yes\r")
     screen.expect("killed")
-    assert job.wait(LIMIT_S) == 143
+    assert job.wait(scaled(LIMIT_S)) == 143
     assert f"@{socket.gethostname()} from the dashboard" in distrun.state()["message"]
     screen.type("q")
     assert screen.ends() == 1
@@ -96,7 +97,7 @@ def test_a_coordinator_that_is_gone_is_told_and_what_was_known_stays(distrun: Di
     screen.expect("2 lost")
     screen.type("q")
     assert screen.ends() == 1
-    job.wait(LIMIT_S)
+    job.wait(scaled(LIMIT_S))
     wait_until(lambda: not distrun.left(), LIMIT_S, "the agent's end")
 
 

@@ -10,6 +10,7 @@ import pytest
 from agentkit import leftovers
 from fakeengine import Cable, FakeEngine, Shown, opened, planned, wait_for
 from pythons import VERSIONS, need
+from slowness import scaled
 
 from distrun import launching
 from distrun_runtime.coordinator.failures import Outcome
@@ -70,7 +71,7 @@ def test_the_wrong_secret_is_told_of_and_the_job_goes_on(run: Run, tmp_path: Pat
     def let_in(task: str) -> None:
         if not stranger:
             stranger.append(run.engine.start("7", str(wrong)))
-            assert b"the proof is wrong" in stranger[0].communicate(timeout=60)[1]
+            assert b"the proof is wrong" in stranger[0].communicate(timeout=scaled(60))[1]
             run.sink.on_output = stop
 
     def stop(task: str) -> None:
@@ -96,7 +97,7 @@ def test_a_second_agent_for_a_place_ends_the_job_and_both_addresses_are_named(ru
     assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
     assert outcome.message.startswith("two agents claim place 7: one from 127.0.0.1:")
     assert outcome.message.count("127.0.0.1:") == 2
-    assert b"has its agent already" in second[0].communicate(timeout=60)[1]
+    assert b"has its agent already" in second[0].communicate(timeout=scaled(60))[1]
 
 
 def test_a_connection_that_is_cut_is_dialled_again_and_nothing_is_lost(run: Run) -> None:

@@ -116,6 +116,6 @@ def test_digits_says_what_to_install_when_scikit_learn_is_missing(tmp_path: Path
     # PYTHONPATH goes before site-packages, so this sklearn is found first.
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(ROOT / "examples" / "digits.py")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "pip install scikit-learn" in result.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import folderqueue
 import pytest
 from distrun_cli import Distrun, leaving_nothing, processes, wait_until
+from slowness import scaled
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 60.0
@@ -72,7 +73,7 @@ def queue(tmp_path: Path) -> Iterator[Queue]:
         for launch in made.begun:  # of a test that failed
             if launch.poll() is None:
                 launch.terminate()
-                launch.wait(LIMIT_S)
+                launch.wait(scaled(LIMIT_S))
         wait_until(lambda: not made.processes(), LIMIT_S, "no process of a place is left")
 
 
@@ -94,7 +95,7 @@ def test_a_job_that_waits_says_why_and_ctrl_c_takes_it_back(queue: Queue) -> Non
     assert queue.distrun.state()["state"] == "queued"
     assert b"queued" in queue.distrun.run("status").stdout
     launch.send_signal(signal.SIGINT)
-    assert launch.wait(LIMIT_S) == 130
+    assert launch.wait(scaled(LIMIT_S)) == 130
     assert queue.jobs == []
     assert queue.distrun.state()["state"] == "killed"
 
@@ -106,7 +107,7 @@ def test_a_signal_while_the_engine_is_asked_before_the_submission_ends_the_job(q
     wait_until((queue.folder / "asked").exists, LIMIT_S, "the engine is asked")
     os.kill(int((queue.folder / "asked").read_text()), signal.SIGTERM)
     queue.unsay("slow")
-    assert launch.wait(LIMIT_S) == 143
+    assert launch.wait(scaled(LIMIT_S)) == 143
     assert queue.jobs == []
     assert queue.distrun.state()["state"] == "killed"
 
@@ -123,7 +124,7 @@ def test_another_ctrl_c_does_not_end_the_coordinator_before_the_engine_has_ended
     queue.heard("its answer is awaited for 15 s more")
     assert launch.poll() is None
     queue.unsay("stays")
-    assert launch.wait(LIMIT_S) == 130
+    assert launch.wait(scaled(LIMIT_S)) == 130
     queue.heard(f"ended folderqueue job {job}")
     assert queue.jobs == []
     assert queue.distrun.state()["state"] == "killed"
@@ -147,7 +148,7 @@ def test_a_job_that_waits_is_killed_by_its_name(queue: Queue) -> None:
     launch = queue.begin("-n", "1", "-s", "0", "true")
     queue.heard("no room")
     assert queue.distrun.run("kill", queue.distrun.job.name).returncode == 0
-    assert launch.wait(LIMIT_S) == 143
+    assert launch.wait(scaled(LIMIT_S)) == 143
     assert queue.jobs == []
     assert queue.distrun.state()["message"] == "stopped by distrun kill"
 
@@ -157,7 +158,7 @@ def test_a_job_whose_coordinator_died_in_the_queue_is_taken_back_by_kill(queue: 
     launch = queue.begin("-n", "1", "-s", "0", "true")
     queue.heard("no room")
     os.kill(queue.distrun.coordinator(), signal.SIGKILL)
-    launch.wait(LIMIT_S)
+    launch.wait(scaled(LIMIT_S))
     (job,) = queue.jobs
     killed = queue.distrun.run("kill", queue.distrun.job.name)
     assert killed.returncode == 0
@@ -169,7 +170,7 @@ def test_a_job_whose_coordinator_died_while_it_ran_is_ended_by_kill_in_the_engin
     launch = queue.begin("-n", "1", "-s", "0", *WAITS)
     queue.printed("up")
     os.kill(queue.distrun.coordinator(), signal.SIGKILL)
-    launch.wait(LIMIT_S)
+    launch.wait(scaled(LIMIT_S))
     killed = queue.distrun.run("kill", queue.distrun.job.name)
     assert killed.returncode == 0, killed.stderr
     assert queue.jobs == []
@@ -199,7 +200,7 @@ def test_a_place_that_the_engine_ended_is_explained_by_it(why: str, code: int, t
     for pid in queue.processes("worker-1"):  # guard, agent and task
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert launch.wait(LIMIT_S) == code
+    assert launch.wait(scaled(LIMIT_S)) == code
     queue.heard(text)
     assert queue.distrun.state()["exit_code"] == code
 
@@ -213,7 +214,7 @@ def test_a_detached_job_is_left_when_the_engine_has_it_and_followed_later(queue:
     attached = queue.distrun.start("attach", job)
     queue.heard("queued")
     queue.unsay("full")
-    assert attached.wait(LIMIT_S) == 4
+    assert attached.wait(scaled(LIMIT_S)) == 4
     queue.printed("worker-0@here | here")
     assert queue.distrun.run("wait", job).returncode == 4
     assert b"here" in queue.distrun.run("logs", job).stdout
@@ -235,7 +236,7 @@ def test_an_engine_that_does_not_answer_for_a_while_costs_nothing(queue: Queue) 
     queue.say("silent")
     queue.unsay("full")
     queue.unsay("silent")
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
 
 
 def test_a_dry_run_shows_the_script_without_the_secret_and_submits_nothing(queue: Queue) -> None:
@@ -261,7 +262,7 @@ def test_the_secret_is_in_one_file_of_the_user_alone_and_in_no_argument(queue: Q
     assert secret not in (queue.distrun.job / "engine.json").read_bytes()
     assert not [pid for pid, _, command in processes() if secret in command]
     launch.send_signal(signal.SIGINT)
-    launch.wait(LIMIT_S)
+    launch.wait(scaled(LIMIT_S))
 
 
 @pytest.mark.parametrize(
@@ -290,6 +291,6 @@ def test_files_reach_the_places_as_they_were_when_the_job_was_submitted(queue: Q
     queue.heard("no room")
     (queue.distrun.work / "train.py").write_text("print('new')\n")
     queue.unsay("full")
-    assert launch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
     queue.printed("worker-0@here | old")
     assert (there / "train.py").exists()

@@ -71,7 +71,7 @@ def launch_here(page: Page, folder: Path, program: str = "", code: int = 0) -> s
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     env["XDG_STATE_HOME"] = str(folder / "state")
     argv += [python_of("frameworks"), page.script]
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

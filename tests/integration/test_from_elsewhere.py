@@ -194,7 +194,7 @@ def test_gpus_of_the_ddp_page_give_four_workers_a_host(folder: Distrun) -> None:
 def names_here(argv: Sequence[str], script: Path) -> set[str]:
     """Return the variables that a launcher gives to a Python script, beside those of the table's heading and ours."""
     env = {"PATH": os.environ["PATH"], "HOME": str(script.parent), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    done = subprocess.run(argv, cwd=script.parent, env=env, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(argv, cwd=script.parent, env=env, capture_output=True, text=True, check=True)
     return {*done.stdout.split()} - {*env}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, wait_until
+from slowness import scaled
 
 LIMIT_S = 60.0
 FILL = "for i in $(seq 30000); do echo line $i of a long text that fills the disk; done; exit %d"
@@ -80,7 +81,7 @@ def test_the_end_of_a_job_whose_disk_others_have_filled_is_kept(distrun: Distrun
     wait_until((distrun.work / "up").exists, LIMIT_S, "the task is up")
     fill(distrun.home / "state")
     (distrun.work / "go").touch()
-    assert child.wait(LIMIT_S) == 0
+    assert child.wait(scaled(LIMIT_S)) == 0
     shown = json.loads(distrun.run("status", distrun.job.name, "--json").stdout)["job"]
     assert (shown["state"], shown["exit_code"], shown["message"]) == ("succeeded", 0, "all workers succeeded")
     assert [task["state"] for task in shown["tasks"]] == ["exited"]

@@ -96,7 +96,6 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
         check=False,
     )
 

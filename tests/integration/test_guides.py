@@ -95,7 +95,6 @@ def run_here(guide: str, env: dict[str, str], folder: Path, *changes: tuple[str,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
             check=False,
         )
         return done.stdout

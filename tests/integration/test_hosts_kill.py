@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hostlab import Process
 from lab import Done, Site, wait_until
+from slowness import scaled
 
 from distrun_runtime.agent import stopping
 
@@ -91,7 +92,7 @@ def bystander(lab: Site, host: str, *argv: str, uid: int = 0) -> Iterator[Proces
         if found is not None:
             os.kill(found.pid, signal.SIGKILL)
         child.kill()
-        child.wait(LIMIT_S)
+        child.wait(scaled(LIMIT_S))
 
 
 def lives(process: Process) -> bool:

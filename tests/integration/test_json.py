@@ -16,6 +16,7 @@ import pytest
 import schemas
 from distrun_cli import Distrun, leaving_nothing, wait_until
 from lab import Site
+from slowness import scaled
 
 from distrun import cli
 
@@ -175,8 +176,8 @@ def test_a_running_job_is_watched_to_its_end(distrun: Distrun, asked: Asked) -> 
     wait_until(lambda: b'"event": "started"' in out.read_bytes() or b'"pid": ' in out.read_bytes(), LIMIT_S, "it runs")
     assert asked.told("wait", "wait", "good", "--timeout", "0.01", "--json", code=124)["timed_out"] is True
     (distrun.work / "go").touch()
-    assert launch.wait(LIMIT_S) == 0
-    assert watch.wait(LIMIT_S) == 0
+    assert launch.wait(scaled(LIMIT_S)) == 0
+    assert watch.wait(scaled(LIMIT_S)) == 0
     lines = [json.loads(line) for line in out.read_bytes().splitlines()]
     for line in lines:
         schemas.check(line, "watch")
@@ -214,7 +215,7 @@ def test_what_is_measured_of_a_running_job_is_told(distrun: Distrun, asked: Aske
         _check_measured(job, asked)
     finally:
         asked.text("kill", job)
-    assert watch.wait(LIMIT_S) == 1
+    assert watch.wait(scaled(LIMIT_S)) == 1
     lines = [json.loads(line) for line in out.read_bytes().splitlines()]
     for line in lines:
         schemas.check(line, "watch")
@@ -253,7 +254,7 @@ def test_a_reader_that_has_gone_ends_the_watch_without_a_word(distrun: Distrun) 
         first += os.read(read, 65536)
     os.close(read)
     schemas.check(json.loads(first), "watch")
-    assert watch.wait(LIMIT_S) == 0
+    assert watch.wait(scaled(LIMIT_S)) == 0
     assert watch.stderr is not None
     with watch.stderr as stderr:
         assert stderr.read() == b""

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from distrun_cli import AGENT, Distrun, processes, wait_until
+from slowness import scaled
 
 LIMIT_S = 60.0
 
@@ -41,7 +42,7 @@ def orphan(distrun: Distrun) -> str:
         os.kill(pid, signal.SIGSTOP)
     for pid in ours:
         os.kill(pid, signal.SIGKILL)
-    launcher.wait(LIMIT_S)
+    launcher.wait(scaled(LIMIT_S))
     assert distrun.left()
     return job
 
@@ -77,7 +78,7 @@ def test_a_job_that_runs_is_not_stale(distrun: Distrun) -> None:
     assert (each["agent"], each["guard"]) == ("alive", "alive")
     assert {"agent", "guard", "worker-0"} == {row["task"] for row in each["processes"]} - {"helper"}
     assert told(distrun.run("kill", "--json", job))["jobs"][0]["left"] == []
-    assert launcher.wait(LIMIT_S) == 143
+    assert launcher.wait(scaled(LIMIT_S)) == 143
 
 
 @pytest.mark.parametrize(("answer", "is_ended"), [(b"y\n", True), (b"n\n", False)])
@@ -94,7 +95,7 @@ def test_it_asks_on_a_terminal(distrun: Distrun, answer: bytes, is_ended: bool) 
     )
     os.close(theirs)
     os.write(ours, answer)
-    out, _ = child.communicate(timeout=LIMIT_S)
+    out, _ = child.communicate(timeout=scaled(LIMIT_S))
     os.close(ours)
     assert b"End these" in out
     assert bool(distrun.left()) is not is_ended
@@ -112,7 +113,7 @@ def test_a_pattern_is_looked_for_on_this_machine_and_never_means_us(distrun: Dis
         assert [row["pid"] for row in shown["hosts"][0]["found"]] == [child.pid]
         done = distrun.run("kill", "--match", word, "--any-process", "-y")
         assert done.returncode == 0
-        assert child.wait(LIMIT_S) == -signal.SIGTERM
+        assert child.wait(scaled(LIMIT_S)) == -signal.SIGTERM
         nothing = distrun.run("kill", "--match", word, "--any-process")
         assert nothing.returncode == 0
         assert nothing.stdout.startswith(b"nothing matches")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hostlab import Lab, LabError, Options, Process, Unavailable, cgroups
 from lab import ROOT, Site, shared_folders, wait_until
+from slowness import scaled
 
 pytestmark = pytest.mark.lab
 
@@ -208,13 +209,13 @@ def test_killing_its_maker_ends_a_lab() -> None:
     )
     line = maker.stdout.readline()
     if not line:
-        words = maker.communicate(timeout=LIMIT_S)[1].decode()
+        words = maker.communicate(timeout=scaled(LIMIT_S))[1].decode()
         pytest.skip(words.strip().splitlines()[-1])
     pids = json.loads(line)
     with open("/proc/%d/ns/net" % pids[0], "rb") as kept:
         space = os.readlink("/proc/self/fd/%d" % kept.fileno())
         maker.kill()
-        maker.communicate(timeout=LIMIT_S)
+        maker.communicate(timeout=scaled(LIMIT_S))
         wait_until(lambda: not users_of(space) and not any(Path("/proc/%d" % pid).exists() for pid in pids), LIMIT_S)
 
 
@@ -223,7 +224,7 @@ def test_the_command_makes_uses_and_ends_a_lab(tmp_path: Path) -> None:
         argv = [str(ROOT / "scripts" / "lab"), "--name", "test-%d" % os.getpid(), *words]
         # Without the environment of this checkout, as in a fresh shell.
         env = {**os.environ, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
 
     done = command("up", "2")
     if "lab needs" in done.stderr or "no lab can be made" in done.stderr:

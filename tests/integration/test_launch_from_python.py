@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import wait_until
+from slowness import scaled
 
 from distrun import Job, Jobs, Request, UsageError
 from distrun.request import JobRequest
@@ -40,10 +41,10 @@ def test_a_job_is_launched_from_any_thread_and_waited_for(jobs: Jobs, tmp_path: 
     asked = request(tmp_path, "echo I am $DISTRUN_RANK; exit $DISTRUN_RANK")
     thread = threading.Thread(target=lambda: found.append(jobs.launch(asked)))
     thread.start()
-    thread.join(LIMIT_S)
+    thread.join(scaled(LIMIT_S))
     (job,) = found
     assert [each.id for each in jobs.list()] == [job.id]
-    assert job.wait(LIMIT_S) == 1
+    assert job.wait(scaled(LIMIT_S)) == 1
     assert sorted(piece.data for piece in job.logs()) == [b"I am 0\n", b"I am 1\n"]
     assert job.outcome["reason"] == "task_failed"
     assert "exit code 1; stopping the job" in "".join(said)

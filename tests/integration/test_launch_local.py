@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, processes, wait_until
+from slowness import scaled
 
 LIMIT_S = 60.0
 SHOW_ENV = "import json,os;print(json.dumps(dict(os.environ)),flush=True)"
@@ -61,7 +62,7 @@ def test_a_launch_hears_a_signal_that_its_parent_blocks_and_children_whose_end_i
     try:
         wait_until((distrun.work / "up").exists, LIMIT_S, "the worker is up")
         launcher.terminate()
-        assert launcher.wait(LIMIT_S) == 143, (distrun.home / "err").read_text()
+        assert launcher.wait(scaled(LIMIT_S)) == 143, (distrun.home / "err").read_text()
     finally:
         launcher.kill()
         launcher.wait()
@@ -96,7 +97,7 @@ def test_a_launch_that_is_interrupted_while_its_coordinator_begins_ends_with_130
     )
     assert result.returncode == 130, result.stderr
     assert result.stderr.count(b"distrun: interrupted") <= 1
-    assert not distrun.left()
+    assert "--detach" in words or not distrun.left()  # a detached one may still be ending: `distrun` waits for that
 
 
 # ---------------------------------------------------------------- foreign programs
@@ -154,7 +155,7 @@ def test_signals_for_tasks_end_no_process_of_distrun_and_reach_workers_if_that_i
             os.kill(pid, signal.SIGUSR2)
         launch.send_signal(signal.SIGUSR1)
         (distrun.work / "go").touch()
-        assert launch.wait(LIMIT_S) == 0
+        assert launch.wait(scaled(LIMIT_S)) == 0
     finally:
         launch.kill()
         launch.wait()
@@ -258,7 +259,7 @@ def test_lines_appear_when_they_are_printed(distrun: Distrun) -> None:
     child = distrun.begin("-n", "1", "-s", "0", sys.executable, "-c", "print('now'); import time; time.sleep(60)")
     wait_until(lambda: b"| now\n" in (distrun.home / "out").read_bytes(), LIMIT_S)
     child.terminate()
-    assert child.wait(LIMIT_S) == 143
+    assert child.wait(scaled(LIMIT_S)) == 143
 
 
 def test_the_jobs_id_and_place_are_said_at_the_start_unless_quiet(distrun: Distrun) -> None:
@@ -295,7 +296,7 @@ def test_a_reader_that_stops_reading_does_not_stall_the_job(distrun: Distrun) ->
     while data := os.read(read, 1 << 20):
         size += len(data.replace(b"\n", b""))
     os.close(read)
-    assert child.wait(LIMIT_S) == 0
+    assert child.wait(scaled(LIMIT_S)) == 0
     host = distrun.state()["hosts"][0]
     assert size == 40_000_000 + 40_000 * len("worker-0@%s | " % host)
 
@@ -306,7 +307,11 @@ def test_a_reader_that_goes_away_ends_the_job_as_sigpipe_would(distrun: Distrun)
     piped = "%s | head -1; exit ${PIPESTATUS[0]}"
     words = shlex.join(distrun.argv("launch", "--launcher", "local", "-n", "1", "-s", "0", script(distrun, text)))
     result = subprocess.run(
-        ["bash", "-c", piped % words], env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False
+        ["bash", "-c", piped % words],
+        env=distrun.env,
+        cwd=distrun.work,
+        capture_output=True,
+        check=False,
     )
     assert result.returncode == 141, result.stderr
     assert result.stdout.endswith(b"| y\n")
@@ -320,7 +325,7 @@ def test_a_stderr_whose_reader_has_gone_ends_no_job(distrun: Distrun) -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as pipe:
         child = distrun.begin("-n", "1", "-s", "0", "echo one >&2; echo two; exit 3", stderr=pipe)
-    assert child.wait(LIMIT_S) == 3
+    assert child.wait(scaled(LIMIT_S)) == 3
     assert (distrun.home / "out").read_bytes().endswith(b"| two\n")
 
 
@@ -337,7 +342,7 @@ def test_ctrl_c_silences_a_task_that_floods_the_terminal(distrun: Distrun) -> No
     while data := os.read(reading, 1 << 20):
         size += len(data)
     os.close(reading)
-    assert child.wait(LIMIT_S) == 130
+    assert child.wait(scaled(LIMIT_S)) == 130
     assert size < 8_000_000, "what the pipe held, and the last words"
     *_, last = (distrun.home / "err").read_text().splitlines()
     assert re.fullmatch(f"distrun: .*iB of output are not shown: distrun logs {distrun.job.name}", last)
@@ -471,7 +476,7 @@ def test_secrets_are_on_no_command_line_in_no_file_and_in_no_output(distrun: Dis
     lines = b"".join(command for _, _, command in processes())
     assert not [secret for secret in secrets if secret in lines]
     child.terminate()
-    assert child.wait(LIMIT_S) == 143
+    assert child.wait(scaled(LIMIT_S)) == 143
     files = [path for path in distrun.job.rglob("*") if path.is_file()] + [distrun.home / "out", distrun.home / "err"]
     assert not [(path, s) for path in files for s in secrets if s in path.read_bytes()]
     seen = subprocess.run(["md5sum"], input=b"outer-s3cret filed-s3cret\n", stdout=subprocess.PIPE, check=True).stdout
@@ -539,7 +544,7 @@ def test_kill_stops_a_running_job(distrun: Distrun) -> None:
         "%s: the launcher has ended" % job,
         "%s: all its processes have ended" % job,
     ]
-    assert child.wait(LIMIT_S) == 143
+    assert child.wait(scaled(LIMIT_S)) == 143
     assert distrun.left() == []
     assert (distrun.home / "err").read_bytes().endswith(b"distrun: error: stopped by distrun kill\n")
     assert distrun.state()["message"] == "stopped by distrun kill"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, leaving_nothing, wait_until
+from slowness import scaled
 
 LIMIT_S = 60.0
 
@@ -48,7 +49,7 @@ def launch_to_file(distrun: Distrun, *words: str) -> bytes:
     path = distrun.home / "both"
     with path.open("wb") as file:
         child = distrun.begin("-q", *words, stdout=file, stderr=file)
-        assert child.wait(LIMIT_S) == 0
+        assert child.wait(scaled(LIMIT_S)) == 0
     return path.read_bytes()
 
 
@@ -93,8 +94,8 @@ def test_a_running_job_is_followed_in_its_order(distrun: Distrun) -> None:
         wait_until(lambda: ours.read_bytes().count(b"\n") == 400, LIMIT_S, "all lines are followed")
         assert follower.poll() is None
         (distrun.work / "done").touch()
-        assert child.wait(LIMIT_S) == 0
-        assert follower.wait(LIMIT_S) == 0
+        assert child.wait(scaled(LIMIT_S)) == 0
+        assert follower.wait(scaled(LIMIT_S)) == 0
     assert ours.read_bytes() == path.read_bytes()
 
 
@@ -104,7 +105,7 @@ def test_what_was_printed_is_known_when_the_coordinator_was_killed(distrun: Dist
     job = distrun.job.name
     wait_until(lambda: distrun.run("logs", job, "--merge").stdout.count(b"\n") == 200, LIMIT_S, "all lines are there")
     os.kill(distrun.coordinator(), signal.SIGKILL)
-    child.wait(LIMIT_S)
+    child.wait(scaled(LIMIT_S))
     wait_until(lambda: not distrun.left(), LIMIT_S, "the tasks have ended")
     assert distrun.run("logs", job, "--merge", "-f").stdout.count(b"\n") == 200
     # Bytes of the log whose record was not written are shown last, and it is said.
@@ -150,7 +151,7 @@ def test_the_beginning_of_a_line_before_since_is_shown_with_its_end(distrun: Dis
     time.sleep(0.3)  # `since` lies between
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + ".%03dZ" % (time.time() % 1 * 1000)
     (distrun.work / "go").touch()
-    assert child.wait(LIMIT_S) == 0
+    assert child.wait(scaled(LIMIT_S)) == 0
     shown = distrun.run("logs", distrun.job.name, "--merge", "--since", since).stdout
     assert shown == f"worker-0@{distrun.job_host()} | begin end\n".encode()
 

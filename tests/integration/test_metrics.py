@@ -13,6 +13,7 @@ import pytest
 import schemas
 from distrun_cli import Distrun, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from slowness import scaled
 
 LIMIT_S = 60.0
 TRAIN = """
@@ -29,7 +30,7 @@ distrun_runtime.report(final=7)
 
 
 def page(url: str) -> list[Any]:
-    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+    with urllib.request.urlopen(url, timeout=scaled(LIMIT_S)) as answer:
         text = answer.read().decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -60,7 +61,7 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
     assert 0 < found["distrun_job_progress_ratio", None] < 1
     assert found["distrun_host_cores", None] >= 1
     (distrun.work / "enough").touch()
-    assert job.wait(LIMIT_S) == 0
+    assert job.wait(scaled(LIMIT_S)) == 0
     [line] = (distrun.jobs[0] / "metrics.jsonl").read_text().splitlines()
     kept = json.loads(line)
     schemas.check(kept, "sample")

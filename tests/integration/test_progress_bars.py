@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from distrun_cli import Distrun, leaving_nothing, wait_until
 from screen import Screen
+from slowness import scaled
 
 LIMIT_S = 60.0
 WORKERS = 4
@@ -55,7 +56,7 @@ def ending(child: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
         yield child
     finally:
         child.terminate()
-        child.wait(LIMIT_S)
+        child.wait(scaled(LIMIT_S))
 
 
 def steps(text: str, rank: int) -> list[int]:
@@ -70,7 +71,7 @@ def test_in_a_file_a_running_bar_is_a_line_now_and_then_and_its_end_is_there(dis
         enough = lambda: all(len(steps(err.read_text(), rank)) >= 3 for rank in range(WORKERS))  # noqa: E731
         wait_until(enough, LIMIT_S, "three lines of each bar")
         (distrun.work / "done").touch()
-        assert job.wait(LIMIT_S) == 0
+        assert job.wait(scaled(LIMIT_S)) == 0
     text, out = err.read_text(), (distrun.home / "out").read_text()
     for rank in range(WORKERS):
         found = steps(text, rank)
@@ -87,18 +88,21 @@ def test_the_log_has_the_bytes_as_they_came_and_is_followed_meanwhile(distrun: D
         assert "worker-0@" in every
         _followed(distrun, lambda shown: "\r step 9 of rank 0\r step 10 " in shown, "worker-0")
         (distrun.work / "done").touch()
-        assert job.wait(LIMIT_S) == 0
+        assert job.wait(scaled(LIMIT_S)) == 0
     assert re.search(rb"\r step 1 of rank 0\r step 2 of rank 0\r step 3 ", _log(distrun))
     assert distrun.run("logs", distrun.job.name, "worker-0").stdout == _log(distrun)
 
 
 def test_what_is_printed_after_a_bars_end_comes_after_it(distrun: Distrun) -> None:
-    """Both wait in their pipes when the agent looks."""
+    """Both may wait in their pipes when the agent looks. The program goes on when it has read them."""
     program = (
-        "import sys, time\n"
+        "import fcntl, sys, termios, time\n"
+        "def is_read(pipe): return fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)) == bytes(4)\n"
+        "def pause():\n"
+        "    while not (is_read(1) and is_read(2)): time.sleep(0.001)\n"
         "for number in range(20):\n"
-        "    sys.stderr.write('\\rbar %d' % number); sys.stderr.flush(); time.sleep(0.05)\n"
-        "    sys.stderr.write('\\rlast %d\\n' % number); print('after', number, flush=True); time.sleep(0.05)\n"
+        "    sys.stderr.write('\\rbar %d' % number); sys.stderr.flush(); pause()\n"
+        "    sys.stderr.write('\\rlast %d\\n' % number); print('after', number, flush=True); pause()\n"
     )
     assert distrun.run("launch", "-n", "1", "-s", "0", "python3", "-c", program).returncode == 0
     log = _log(distrun).decode()
@@ -124,7 +128,7 @@ def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distr
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     screen = Screen(80, 24)
     seen: dict[int, set[int]] = {rank: set() for rank in range(WORKERS)}
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + scaled(LIMIT_S)
     argv = ("launch", "--launcher", "local", *words(), "and lines")
     with ending(distrun.start(*argv, env={"TERM": "xterm-256color"}, **streams)) as job:
         os.close(theirs)
@@ -138,7 +142,7 @@ def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distr
         (distrun.work / "done").touch()
         while _read(ours, screen):
             assert time.monotonic() < until
-        assert job.wait(LIMIT_S) == 0
+        assert job.wait(scaled(LIMIT_S)) == 0
     os.close(ours)
     text = "\n".join(screen.lines)
     for rank in range(WORKERS):

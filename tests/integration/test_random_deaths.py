@@ -12,6 +12,7 @@ import time
 import pytest
 from distrun_cli import Distrun, processes, wait_until
 from manual import ManualJob
+from slowness import scaled
 
 LIMIT_S = 60.0
 """For what takes a second or two on a machine that has nothing else to do."""
@@ -119,7 +120,7 @@ def test_whoever_is_killed_whenever_no_wrong_sum_is_taken_and_nothing_stays(
         wait_until(lambda: len(list(distrun.work.glob("up-*"))) == WORKERS, LIMIT_S, "three rounds of every worker")
         time.sleep(chance.uniform(0, 0.2))  # Not for luck: it is killed at a moment that nobody has chosen.
         os.kill(pid_of(distrun, victim), signal.SIGKILL)
-        code = launcher.wait(LIMIT_S)
+        code = launcher.wait(scaled(LIMIT_S))
     finally:
         launcher.kill()
         launcher.wait()

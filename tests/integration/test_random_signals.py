@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from distrun_cli import Distrun, processes, wait_until
+from slowness import scaled
 from sshd import running
 
 LIMIT_S = 60.0
@@ -69,7 +70,7 @@ class Site:
             return time.monotonic() - began
         finally:
             launcher.send_signal(signal.SIGINT)
-            launcher.wait(LIMIT_S)
+            launcher.wait(scaled(LIMIT_S))
 
     def victim(self, chance: random.Random, launcher: int) -> int:
         """Return who gets the signal: the launcher, or its coordinator, an agent or a guard."""
@@ -90,7 +91,7 @@ class Site:
         try:
             if victim != launcher.pid and which != signal.SIGKILL:  # agent and guard are deaf to the terminal's signals
                 launcher.send_signal(signal.SIGTERM)
-            launcher.wait(LIMIT_S)
+            launcher.wait(scaled(LIMIT_S))
         except subprocess.TimeoutExpired:
             launcher.kill()
             launcher.wait()

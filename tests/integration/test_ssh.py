@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
 from distrun.ssh.resolve import FABRIC, OPENSSH, Target
@@ -37,7 +38,7 @@ def ssh_agent(folder: Path, *keys: Path) -> Iterator[str]:
     path = str(folder / "agent.sock")
     child = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + scaled(60)
         with socket.socket(socket.AF_UNIX) as probe:  # the file is there a moment before somebody listens
             while probe.connect_ex(path) != 0 and time.monotonic() < until:
                 time.sleep(0.01)
@@ -316,13 +317,13 @@ def test_giving_up_while_connecting_is_immediate_and_leaves_no_thread(transport:
     before = set(threading.enumerate())
     target = Target("127.0.0.1", port=deaf.port, config=str(tmp_path / "config"), transport=transport, connect_s=60.0)
     with Meeting(target) as meeting:
-        assert deaf.arrived.wait(60)
+        assert deaf.arrived.wait(scaled(60))
         for channel in meeting.channels.values():
             channel.kill()
-            assert channel.join(60)
+            assert channel.join(scaled(60))
         assert isinstance(meeting.wait()["127.0.0.1"], agent_messages.StartFailed)
     deaf.close()
-    until = time.monotonic() + 60
+    until = time.monotonic() + scaled(60)
     while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.05)
     assert not set(threading.enumerate()) - before
@@ -335,7 +336,7 @@ def test_an_agent_that_was_given_no_work_leaves_nothing_when_its_connection_is_c
         assert is_in(hello)
         channel = meeting.channels["d1"]
         channel.kill()
-        assert channel.join(60)
+        assert channel.join(scaled(60))
         assert channel.ended_well
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from agentkit import new_job, poll, shell
+from slowness import scaled
 from sshd import Sshd, running
 
 from distrun.backends import ssh
@@ -35,7 +36,7 @@ def running_sshd(tmp_path: Path) -> Iterator[Sshd]:
 
 
 def wait(found: queue.SimpleQueue[messages.Event], kind: type) -> Any:
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + scaled(WAIT_S)
     while True:
         event = found.get(timeout=max(until - time.monotonic(), 0.001))
         if isinstance(event, kind):
@@ -72,7 +73,7 @@ def test_a_sweep_ends_a_job_whose_launcher_and_agents_are_gone(sshd: Sshd) -> No
         os.kill(int(hello.facts[who]["pid"]), signal.SIGSTOP)
     for who in ("guard", "agent"):
         os.kill(int(hello.facts[who]["pid"]), signal.SIGKILL)
-    assert channel.join(WAIT_S)
+    assert channel.join(scaled(WAIT_S))
     swept = Ssh().sweep(plan, 1.0)["here"]
     assert not swept.problem
     assert any("sleep" in text for text in swept.ended)

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 from sshd import Meeting, PasswordServer, key, meet, running
 from terminal import Terminal
 
@@ -82,7 +83,7 @@ def test_a_question_ends_at_once_when_it_is_given_up_and_the_terminal_echoes_aga
     thread.start()
     terminal.expect("Password: ")
     abort.now()
-    thread.join(WAIT_S)
+    thread.join(scaled(WAIT_S))
     assert ended == [True]
     terminal.type("shown\n")
     terminal.expect("shown")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import schemas
 from distrun_cli import Distrun, leaving_nothing, wait_until
+from slowness import scaled
 
 LIMIT_S = 60.0
 
@@ -46,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Distrun]:
         wait_until(lambda: (made.home / "out").read_bytes().count(b"up") >= 4, LIMIT_S, "all workers are up")
         yield made
         launch.terminate()
-        launch.wait(LIMIT_S)
+        launch.wait(scaled(LIMIT_S))
 
 
 def pid_of(job: Distrun, task: str) -> int:

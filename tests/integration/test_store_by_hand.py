@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from manual import ManualJob
+from slowness import scaled
 
 from distrun_runtime.contract import address
 
@@ -117,9 +118,7 @@ def test_an_unknown_interface_is_an_error_that_lists_those_there_are() -> None:
 def test_a_store_without_a_job_says_how_to_start_one() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     code = "from distrun_runtime import kvstore; kvstore.create('dist_sync')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "distrun launch" in done.stderr
 
@@ -432,7 +431,7 @@ def test_garbage_on_a_port_of_the_job_harms_nobody() -> None:
         server = int(re.search(r"event=bound endpoint=tcp://127.0.0.1:(\d+)", job.err("server-0")).group(1))
         for port in (job.port, server):
             for junk in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\x00" * 100):
-                with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+                with socket.create_connection(("127.0.0.1", port), timeout=scaled(60)) as line:
                     line.sendall(junk)
             _send_junk_messages(port)
         go.touch()
@@ -472,7 +471,6 @@ def test_a_python_without_numpy_is_told_how_to_get_it_and_never_by_bare_pip(tmp_
         env={name: value for name, value in os.environ.items() if not name.startswith("DMLC_")},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 1
@@ -489,7 +487,7 @@ def test_a_server_that_cannot_be_imported_leaves_garbage_collection_as_it_was(wa
         "from distrun_runtime.__main__ import main; print(main(['server']), gc.isenabled())"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == f"1 {was_on == 'enable'}\n"
 
 

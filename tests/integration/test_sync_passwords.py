@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from fakehosts import tree, write
+from slowness import scaled
 from sshd import PasswordServer, key, running
 from terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 90.0
+WAIT_S = scaled(90.0)
 LAUNCH = ("launch", "-n", "1", "-s", "0", "--interface", "lo")
 
 

@@ -17,6 +17,7 @@ import wheels
 import yaml
 from hostlab.host import Host
 from lab import Done, Site, wait_until
+from slowness import scaled
 
 from distrun import templates
 
@@ -123,14 +124,14 @@ class Container:
     def is_healthy(self) -> bool:
         assert self.process.poll() is None, self.said.read_text()
         argv = self.host.enter_argv("sh", "-c", self.health)
-        return subprocess.run(argv, timeout=LIMIT_S, check=False).returncode == 0
+        return subprocess.run(argv, timeout=scaled(LIMIT_S), check=False).returncode == 0
 
     def stop(self) -> None:
         for process in self.host.processes():
             if process.inner != 1:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
+        self.process.wait(scaled(LIMIT_S))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from browser import Browser
 from distrun_cli import TIMEOUT_S, Distrun, wait_until
 from recordedpage import JOB, recorded
+from slowness import scaled
 
 from distrun.dashboard.web import DashboardPort
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -48,12 +49,12 @@ class Served:
         address, _, fragment = self.url.partition("#token=")
         token = fragment.partition("&")[0]
         request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=scaled(TIMEOUT_S)) as answer:
             return json.load(answer)
 
     def end(self, number: signal.Signals = signal.SIGINT) -> int:
         self.process.send_signal(number)
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(scaled(TIMEOUT_S))
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_a_real_job_is_found_in_the_list_followed_and_shown_after_its_end_whatev
     browser.until("document.querySelectorAll('#tasks tbody tr').length === 1")
     browser.value("at('only').value = '', at('only').dispatchEvent(new Event('input')), true")
     (distrun.work / "go").touch()
-    launched.wait(TIMEOUT_S)
+    launched.wait(scaled(TIMEOUT_S))
     browser.until("document.getElementById('state').innerText === 'failed'")
     browser.until("document.getElementById('error-lines').innerText.includes('a <script>bad</script> end')")
     assert browser.value("document.getElementById('link').innerText") == "ended"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import wording
+from slowness import scaled
 
 from distrun import launching
 from distrun.backends.base import Swept
@@ -21,7 +22,7 @@ from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.coordinator.failures import Outcome, Survivor
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 120.0
+WAIT_S = scaled(120.0)
 FAILS = """
 import os, signal, sys
 if os.environ["DMLC_RANK"] == "1":

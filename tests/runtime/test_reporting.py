@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from distrun_runtime import kvstore, reporting
 from distrun_runtime.contract import metrics
 from distrun_runtime.reporting import Reporter
 
-LIMIT_S = 20.0
+LIMIT_S = scaled(20.0)
 
 
 class Now:

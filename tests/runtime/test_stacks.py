@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime import reporting
 from distrun_runtime.contract import metrics, process
 
-LIMIT_S = 20.0
+LIMIT_S = scaled(20.0)
 
 STUCK = """
     import time, distrun_runtime

@@ -86,5 +86,5 @@ def aws_server() -> Iterator[str]:
 @pytest.fixture
 def aws(aws_server: str) -> Account:
     """Give an empty account."""
-    with urllib.request.urlopen(urllib.request.Request(aws_server + "/moto-api/reset", method="POST"), timeout=60):
+    with urllib.request.urlopen(urllib.request.Request(aws_server + "/moto-api/reset", method="POST")):
         return Account(aws_server)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 LIMIT_S = 60.0
 
@@ -73,7 +74,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + scaled(LIMIT_S)
         while True:
             answer = self._next(until, method)
             if answer.get("id") == number:
@@ -110,7 +111,7 @@ class Browser:
 
     def until(self, expression: str) -> Any:
         """Wait until an expression gives something true, and return it."""
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + scaled(LIMIT_S)
         while not (found := self.value(expression)):
             page = "document.body ? document.body.innerText : ''"
             assert time.monotonic() < end, f"still not {expression}; the page: {self.value(page)}; {self.complaints}"

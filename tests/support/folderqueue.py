@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from slowness import scaled
+
 from distrun import formats
 from distrun.backends.engine import (
     ENDED,
@@ -141,7 +143,7 @@ class FolderQueue(Engine):
             if process.is_alive(process.Identity(pid, start)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGTERM)
-        until = time.monotonic() + 20
+        until = time.monotonic() + scaled(20)
         while any(process.is_alive(process.Identity(*each)) for each in job["pids"]) and time.monotonic() < until:
             time.sleep(0.05)
         path.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slowness import scaled
+
 REQUEST = 1 << 20
 """Bytes, at most, of a request: words and environment."""
 AT_START = ("PYTHON", "LANG", "LC_", "LD_", "COVERAGE_")
@@ -62,7 +64,7 @@ class Forker:
         """End the process; commands that run are not waited for."""
         self._socket.close()
         self._child.terminate()
-        self._child.wait(60)
+        self._child.wait(scaled(60))
 
     def run(
         self, argv: Sequence[str], words: Sequence[str], env: Mapping[str, str], folder: Path, limit_s: float

@@ -1,13 +1,15 @@
 """How much slower this machine is than an idle one, and so how much longer tests wait: the one owner of that factor.
 
-The first process of a run measures it, as what a fixed piece of work takes, and puts it into the environment for the
-processes of `-n` and for programs. It is for deadlines that a test does not expect to come. A limit that a test is
-about stays as it is.
+The first process of a run measures it and puts it into the environment for the processes of `-n` and for programs. It
+is the time that a fixed piece of work takes, or the load for each core if that is more: the work may have met a quiet
+moment of a busy machine. It is for deadlines that a test does not expect to come. A limit that a test is about stays as
+it is.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -23,11 +25,12 @@ MOST = 5.0
 
 
 def measured() -> float:
-    """Return how many times as long as on an idle machine the work takes now, from 1 to `MOST`."""
+    """Return how many times as long as on an idle machine work takes now, from 1 to `MOST`."""
     begin, total = time.monotonic(), 0
     for number in range(WORK):
         total += number * number % 7
-    return min(MOST, max(1.0, (time.monotonic() - begin) / WORK_S))
+    took = (time.monotonic() - begin) / WORK_S
+    return min(MOST, max(1.0, took, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 if VARIABLE not in os.environ:
@@ -49,6 +52,12 @@ def lengthen(item: pytest.Item) -> None:
         marker = item.get_closest_marker("timeout")
         limit_s = float(marker.args[0] if marker else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(scaled(limit_s)), append=False)
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Start the limit anew for the rest of a test that failed: an alarm during its report would end the whole run."""
+    if call.excinfo and signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, scaled(float(item.config.getini("timeout"))))
 
 
 def pytest_report_header() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun import backends, hosts, launching, shipping
 from distrun.backends import local
@@ -198,13 +199,13 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
     events: queue.Queue[Event] = queue.Queue()
     channel = local.ChildChannel("here", (sys.executable, "-c", "import sys; sys.stdin.readline(); " + code))
     channel.start(events.put)
-    event = events.get(timeout=60)
+    event = events.get(timeout=scaled(60))
     assert isinstance(event, AgentLost)
     for word in words:
         assert word in event.reason
     channel.close()
     channel.kill()
-    channel.join(60)
+    channel.join(scaled(60))
 
 
 def test_an_agent_that_is_started_early_is_the_one_that_the_channel_leads_to() -> None:
@@ -216,7 +217,7 @@ def test_an_agent_that_is_started_early_is_the_one_that_the_channel_leads_to() -
     (channel,) = backend.channels(plan)
     try:
         channel.start(events.put)
-        hello = events.get(timeout=60)
+        hello = events.get(timeout=scaled(60))
         assert isinstance(hello, AgentHello)
         guard, agent = (hello.facts[name]["pid"] for name in ("guard", "agent"))
         assert guard in early
@@ -244,7 +245,7 @@ def test_an_agent_whose_channel_is_never_started_is_not_left(ends: list[str]) ->
     channel.boot()
     for each in ends:
         getattr(channel, each)()
-    assert channel.join(60) == 0
+    assert channel.join(scaled(60)) == 0
 
 
 def test_an_agent_whose_program_cannot_be_read_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def test_an_agent_blocks_none_of_the_signals_that_its_starter_does() -> None:
     argv = [sys.executable, "-I", "-c", boot]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, launching.HELD)
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert done.stdout == "set()\n"

@@ -133,7 +133,7 @@ def test_everything_a_blob_holds_is_imported_from_memory(program: str, version: 
     if program in starts:
         line = with_start(built(program), IMPORT_ALL, starts[program])
     command = [need(version), "-I", "-S", "-c", shipping.BOOT]
-    done = subprocess.run(command, input=line, capture_output=True, timeout=60, check=False, cwd="/")
+    done = subprocess.run(command, input=line, capture_output=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
     loaded, loaders, path = json.loads(done.stdout)
     _, modules = unpack(line)
@@ -289,14 +289,14 @@ def test_agent_ends_its_tasks_under_every_python_that_is_here(version: str) -> N
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_python_that_is_too_old_is_named_with_the_fix(version: str) -> None:
     command = shipping.command(need(version))
-    done = subprocess.run(command, input=shipping.agent(), capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, input=shipping.agent(), capture_output=True, check=False)
     assert done.returncode == 1
     assert b"the agent needs 3.8 or newer" in done.stderr
     assert done.stdout == b""
 
 
 def test_input_that_ends_too_early_is_said_plainly() -> None:
-    done = subprocess.run(shipping.command(sys.executable), input=b"abc", capture_output=True, timeout=60, check=False)
+    done = subprocess.run(shipping.command(sys.executable), input=b"abc", capture_output=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
 
@@ -315,7 +315,7 @@ def test_modules_of_the_users_folder_are_not_imported(tmp_path: Path, monkeypatc
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     failing = "from distrun_runtime.contract import session\nsession.encode({'type': 'x', 'bad': {1, 2}})\n"
     line = with_start(shipping.agent(), failing)
-    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, check=False)
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/session.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "session.py").read_text("utf-8")
@@ -352,9 +352,7 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     command = shipping.command(sys.executable)
-    done = subprocess.run(
-        command, input=shipping.agent(), capture_output=True, timeout=60, check=False, env=environment
-    )
+    done = subprocess.run(command, input=shipping.agent(), capture_output=True, check=False, env=environment)
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
     codes["distrun_runtime.agent.guard"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
@@ -411,7 +409,7 @@ def test_an_agent_starts_without_the_modules_that_take_long_to_import() -> None:
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     line = with_start(shipping.agent(), program)
-    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, check=True)
     loaded = set(json.loads(done.stdout))
     assert "distrun_runtime" in loaded
     assert not loaded & HEAVY

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun.backends import bootstrap, sge
 from distrun.backends.bootstrap import Bootstrap
@@ -493,7 +494,7 @@ def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_
     handle = engine.submit(submission(), Sge().render(submission()))
     for _ in range(2):
         assert engine.look(handle).state == RUNNING
-    engine._delivery.join(20)
+    engine._delivery.join(scaled(20))
     assert engine.look(handle).text == ""
     assert (tmp_path / "distrun-secret").read_text() == SECRET + "\n"
     assert stat.S_IMODE((tmp_path / "distrun-secret").stat().st_mode) == 0o600
@@ -708,21 +709,21 @@ def test_the_script_starts_one_agent_on_each_host(
     run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     hosts = "h1 2 all.q@h1 UNDEFINED\nh2 1 all.q@h2 UNDEFINED\nh1 1 other.q@h1 UNDEFINED\n"
-    assert run_script(hosts).wait(20) == 0
+    assert run_script(hosts).wait(scaled(20)) == 0
     assert sorted((tmp_path / "log").read_text().splitlines()) == [f"h1 {HAS}", f"h2 {HAS}", "qrsh h2"]
 
 
 def test_a_task_of_an_array_starts_its_own_agent(
     run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    assert run_script(task="3").wait(20) == 0
+    assert run_script(task="3").wait(scaled(20)) == 0
     assert (tmp_path / "log").read_text() == f"3 {HAS}\n"
 
 
 def test_a_secret_that_is_delivered_is_removed_when_it_was_read(
     run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    assert run_script("h1 1 q U\n", secret="tmp/distrun-secret").wait(20) == 0
+    assert run_script("h1 1 q U\n", secret="tmp/distrun-secret").wait(scaled(20)) == 0
     assert (tmp_path / "log").read_text() == f"h1 {HAS}\n"
     assert not (tmp_path / "tmp" / "distrun-secret").exists()
 
@@ -730,7 +731,7 @@ def test_a_secret_that_is_delivered_is_removed_when_it_was_read(
 def test_a_secret_that_never_comes_ends_the_script(
     run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    assert run_script("h1 1 q U\n", secret="").wait(20) == 6
+    assert run_script("h1 1 q U\n", secret="").wait(scaled(20)) == 6
     assert "the coordinator has not reached it by qrsh" in (tmp_path / "job folder" / "agents.log").read_text()
 
 
@@ -739,7 +740,7 @@ def test_a_warning_reaches_all_agents_and_notice_of_the_end_asks_them_to_stop(
 ) -> None:
     log = tmp_path / "log"
     script = run_script("stay1 1 q U\nstay2 1 q U\n")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + scaled(20)
 
     def lines(words: str) -> set[str]:
         return {line for line in log.read_text().splitlines() if words in line}
@@ -753,5 +754,5 @@ def test_a_warning_reaches_all_agents_and_notice_of_the_end_asks_them_to_stop(
         time.sleep(0.02)
     assert script.poll() is None
     os.killpg(script.pid, signal.SIGUSR2)
-    assert script.wait(20) == 140
+    assert script.wait(scaled(20)) == 140
     assert lines("stops") == {"stay1 stops", "stay2 stops"}

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from distrun_cli import Distrun
 from screen import Screen
+from slowness import scaled
 
 from distrun import formats
 from distrun.cli import console as printing
@@ -58,7 +59,7 @@ class Reader:
         os.close(self.out)
         os.close(self.err)
         for thread in self._threads:
-            thread.join(LIMIT_S)
+            thread.join(scaled(LIMIT_S))
         return self.got
 
 
@@ -339,7 +340,7 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
     printer.close()
     os.close(reader.out)
     os.close(reader.err)
-    thread.join(LIMIT_S)
+    thread.join(scaled(LIMIT_S))
     assert reader.got["err"] == b"distrun: still here\n"
 
 
@@ -472,7 +473,7 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     printer.close()
     assert time.monotonic() - begun < 30
     os.close(main)  # the printing thread still sits in a write; now that fails
-    printer._writers["out"]._thread.join(LIMIT_S)
+    printer._writers["out"]._thread.join(scaled(LIMIT_S))
     assert not printer._writers["out"]._thread.is_alive()
     os.close(terminal)
 
@@ -491,7 +492,7 @@ class Watched:
 
     def shows(self, *lines: str) -> None:
         """Wait until these are the terminal's lines, but for those that are matched by "..."."""
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + scaled(LIMIT_S)
         while not self._has(lines):
             assert time.monotonic() < until, self.screen.lines
             if select.select([self.main], [], [], 0.1)[0]:

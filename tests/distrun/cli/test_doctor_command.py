@@ -13,6 +13,7 @@ import click
 import pytest
 import wheels
 from distrun_cli import Distrun
+from slowness import scaled
 
 from distrun.cli.doctor import doctor
 from distrun.cli.launch import launch
@@ -20,7 +21,7 @@ from distrun.hosts.parse import parse
 from distrun.options import HOSTS
 from distrun.requesting import typed
 
-LIMIT_S = 120.0
+LIMIT_S = scaled(120.0)
 SHARED = {"launcher", "activate", "python", "interface", "subnet", "port_range"}
 """Options of `launch` that say how hosts are reached and what is activated there, but for those of HOSTS."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import dashboard_program
 import pytest
 from distrun_cli import wait_until
+from slowness import scaled
 from terminal import Session
 
 from distrun.dashboard import text
@@ -195,7 +196,7 @@ def test_a_terminal_that_is_closed_ends_it(start: Start) -> None:
     screen = start()
     screen.expect("stalled")
     screen.hang_up()
-    assert screen.process.wait(LIMIT_S) == 128 + signal.SIGHUP
+    assert screen.process.wait(scaled(LIMIT_S)) == 128 + signal.SIGHUP
 
 
 def test_an_error_of_ours_gives_the_screen_back_and_is_shown_after_that(start: Start) -> None:
@@ -213,7 +214,7 @@ def test_a_stuck_terminal_is_not_waited_for(start: Start) -> None:
         screen.resize(250, 70)
         screen.resize(200, 60)
     screen.type("q")
-    assert screen.process.wait(LIMIT_S) == 0
+    assert screen.process.wait(scaled(LIMIT_S)) == 0
 
 
 def test_a_terminal_that_takes_nothing_drops_frames_and_is_given_back_all_the_same(

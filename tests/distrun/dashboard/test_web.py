@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from distrun_cli import wait_until
 from sample_plan import sample_plan
+from slowness import scaled
 
 from distrun import client
 from distrun.dashboard import source, web
@@ -53,7 +54,7 @@ def reply(
     port: DashboardPort, path: str, headers: Headers | None = None, method: str = "GET", token: str = ""
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Ask as the page does, unless told otherwise."""
-    made = http.client.HTTPConnection(facts.LOOPBACK, port.port, timeout=LIMIT_S)
+    made = http.client.HTTPConnection(facts.LOOPBACK, port.port, timeout=scaled(LIMIT_S))
     made.putrequest(method, path, skip_host=True)
     headers = headers if headers is not None else [("Host", f"127.0.0.1:{port.port}")]
     for name, value in [*headers, ("Authorization", f"Bearer {token or port.token}")]:
@@ -147,7 +148,7 @@ def test_a_job_that_has_ended_is_shown_with_its_message(port: DashboardPort) -> 
 def test_browsers_that_are_slow_or_idle_hold_up_no_other_one(port: DashboardPort) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(60):
-            slow = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
+            slow = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=scaled(LIMIT_S)))
             slow.sendall(b"GET /uplot/uPlot.js HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n" * (number % 2))
         assert ask(port, "/api/jobs") == 200
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import wheels
 from distrun_cli import wait_until
+from slowness import scaled
 
 from distrun.doctor import examine, making
 from distrun.doctor.checks import ExaminedHost
@@ -45,7 +46,7 @@ def make(tmp_path: Path, place: Path, *names: str) -> tuple[int, dict[str, str],
         env=env(tmp_path, *names),
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=scaled(LIMIT_S),
         check=False,
     )
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -76,7 +77,7 @@ def test_hosts_that_share_the_folder_make_it_once(tmp_path: Path, place: Path) -
     command, variables = argv(place, *examine.REQUIREMENTS), env(tmp_path)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = [subprocess.Popen(command, env=variables, **pipes) for _ in range(3)]  # type: ignore[call-overload]
-    ended = [child.communicate(timeout=LIMIT_S) for child in children]
+    ended = [child.communicate(timeout=scaled(LIMIT_S)) for child in children]
     assert [child.returncode for child in children] == [0, 0, 0], ended
     assert len({out for out, _ in ended}) == 1
     assert sum(said.count("making a virtual environment") for _, said in ended) == 1
@@ -92,7 +93,7 @@ def test_who_waits_for_a_host_that_could_not_make_it_says_so(tmp_path: Path, pla
     )
     assert child.stderr.readline() == b"waiting for h9, which has the same folder and makes it there\n"
     mark.unlink()
-    out = child.communicate(timeout=LIMIT_S)[0]
+    out = child.communicate(timeout=scaled(LIMIT_S))[0]
     assert json.loads(out) == {"step": "shared", "words": "h9, which has the same folder, could not make it"}
     assert os.listdir(place.parent) == []
 
@@ -128,7 +129,7 @@ def test_one_that_is_ended_half_way_leaves_nothing_that_is_used(tmp_path: Path, 
     )
     wait_until(lambda: place.parent.is_dir() and bool(os.listdir(place.parent)), LIMIT_S, "it has begun")
     child.send_signal(signal.SIGTERM)
-    out = child.communicate(timeout=LIMIT_S)[0]
+    out = child.communicate(timeout=scaled(LIMIT_S))[0]
     assert (child.returncode, out) == (128 + signal.SIGTERM, b"")
     assert os.listdir(place.parent) == []
 

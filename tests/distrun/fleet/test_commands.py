@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
@@ -170,7 +171,7 @@ def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.Monkey
         return []
 
     def read(host: str, stream: str, data: bytes) -> None:
-        taken.append(data if enough.wait(60) else b"nobody was pinged meanwhile")
+        taken.append(data if enough.wait(scaled(60)) else b"nobody was pinged meanwhile")
 
     assert scripted(reply, on_output=read).problem is None
     assert taken == [b"ab", b"cd"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun.backends.local import ChildChannel
 from distrun.fleet import Fleet
@@ -176,4 +177,4 @@ def test_an_agent_whose_reader_was_stopped_during_a_stream_is_there_after_the_st
             assert isinstance(talk.next(60.0), AnswerPiece)
             assert talk.next(60.0) == HostAnswer(None)
             assert isinstance(talk.ask("survey", {}, 60.0)["a"], HostAnswer)
-    child.wait(60.0)
+    child.wait(scaled(60.0))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from slowness import scaled
 
 from distrun.ssh import connector
 from distrun.ssh.connector import Abort, Connector, SshChannel
@@ -39,8 +40,8 @@ def test_a_connection_that_comes_about_after_its_channel_was_killed_is_closed(mo
     monkeypatch.setattr(shared, "open", open_late)
     channel = SshChannel("h1", Target("h1"), "true", b"", shared)
     channel.start(said.put)
-    found = said.get(timeout=LIMIT_S)
+    found = said.get(timeout=scaled(LIMIT_S))
     assert isinstance(found, StartFailed)
     assert "given up before its agent had answered" in found.reason
     assert closed == [True]
-    assert channel.join(LIMIT_S)
+    assert channel.join(scaled(LIMIT_S))

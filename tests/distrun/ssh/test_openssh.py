@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun.ssh.failure import SshFailure
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
@@ -21,7 +22,7 @@ LIMIT_S = 60.0
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + scaled(LIMIT_S)
     while not condition():
         assert time.monotonic() < until, "not within %g s: %s" % (LIMIT_S, what)
         time.sleep(0.02)
@@ -55,7 +56,7 @@ def test_who_holds_the_stderr_of_a_proxy_command_is_not_waited_for(pid_file: Pat
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(program.end()), daemon=True)
     thread.start()
-    thread.join(LIMIT_S)
+    thread.join(scaled(LIMIT_S))
     assert said == ["no way"]
     assert is_alive(int(pid_file.read_text()))  # in a session of its own: it is not ours to end
 

@@ -16,7 +16,11 @@ TYPED = {"password of ann": "secret", "key /keys/ann": "open sesame"}
 
 def ask(env: dict[str, str], prompt: str) -> tuple[int, str]:
     done = subprocess.run(
-        [env["SSH_ASKPASS"], prompt], env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+        [env["SSH_ASKPASS"], prompt],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun.sync.channels import ChannelCopier, CopyError, Deliveries
 from distrun.sync.copier import CopyRequest
@@ -21,7 +22,7 @@ from distrun_runtime.contract.session import Session
 from distrun_runtime.coordinator.channel import SessionChannel
 from distrun_runtime.coordinator.messages import AllPrepared, Event, PrepareFailed
 
-WAIT_S = 60.0
+WAIT_S = scaled(60.0)
 
 
 def deliveries(*places: str, window: int = 2) -> Deliveries:

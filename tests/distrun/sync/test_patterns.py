@@ -124,7 +124,7 @@ def compare(options: list[str], tmp_path: Path) -> None:
     paths = [path for path in sorted(ours.rglob("*")) if path.is_file() and not path.name.startswith(".distrun-")]
     made = [str(path.relative_to(ours)) for path in paths]
     command = ["rsync", "-r", "--delete", *options, f"{source}/", f"{theirs}/"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True)
     said: list[type] = []
     channel: Any = SimpleNamespace(say=lambda message, **members: said.append(message))
     rules = [list(rule) for rule in keep_rules(options)]

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from slowness import scaled
 
 from distrun.ssh import failure, resolve
 from distrun.ssh.ask import Abort
@@ -29,7 +30,7 @@ def test_a_name_that_cannot_be_looked_up_in_time_is_a_host_of_its_own() -> None:
     def look(target: Target) -> str:
         if target.host.startswith("slow"):
             threads.append(threading.current_thread())
-            silent.wait(LIMIT_S)
+            silent.wait(scaled(LIMIT_S))
         return "same"
 
     targets = {name: Target(name) for name in ("a", "slow1", "b", "slow2")}
@@ -43,7 +44,7 @@ def test_who_cancels_does_not_wait_for_names() -> None:
 
     def look(target: Target) -> str:
         cancelled.set()
-        silent.wait(LIMIT_S)
+        silent.wait(scaled(LIMIT_S))
         return "same"
 
     found = distinct_hosts({"a": Target("a")}, look, limit_s=LIMIT_S, is_cancelled=cancelled.is_set)

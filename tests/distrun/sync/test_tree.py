@@ -13,7 +13,7 @@ from distrun.sync.tree import Tree, git_files, scan, summary
 
 def git(folder: Path, *words: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
-    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
 
 
 def source(folder: Path) -> Path:

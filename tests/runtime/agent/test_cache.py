@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime.agent import cache
 from distrun_runtime.errors import PreflightFailure
@@ -47,7 +48,7 @@ def test_agents_that_share_a_home_may_unpack_at_the_same_time(home: Path) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(scaled(60))
     assert found == [cache.find(digest)] * 8
     assert os.listdir(home / "cache" / "distrun" / "runtime") == [digest]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import nvidia
 import pytest
+from slowness import scaled
 
 from distrun_runtime.agent import hardware
 from distrun_runtime.agent.helper import HUNG_S, Helper
@@ -74,7 +75,7 @@ class Driver:
         self.helper.tick(self.now)
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + scaled(30)
         while not condition():
             assert time.monotonic() < deadline, what
             for key, _ in self.selector.select(0.02):

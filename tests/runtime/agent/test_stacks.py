@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from distrun_cli import wait_until
+from slowness import scaled
 
 from distrun_runtime.agent import stacks
 from distrun_runtime.agent.stacks import StackAnswer, StackReader
@@ -57,7 +58,7 @@ class Task:
 
     def end(self) -> None:
         os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait(LIMIT_S)
+        self.child.wait(scaled(LIMIT_S))
         self.child.stdout.close()
 
 
@@ -92,7 +93,7 @@ class Rig:
     def ask(self) -> StackAnswer:
         """Ask, and run the loop until there is an answer."""
         self.stacks.ask("worker-0", self.answers.append)
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + scaled(LIMIT_S)
         while not self.answers:
             assert time.monotonic() < until
             left_s = min(self.stacks.next_at - time.monotonic(), 0.05)

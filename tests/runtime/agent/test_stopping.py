@@ -12,6 +12,7 @@ import pytest
 from agentkit import poll
 from hypothesis import given
 from hypothesis import strategies as st
+from slowness import scaled
 
 from distrun_runtime.agent import stopping
 from distrun_runtime.agent.stopping import Stopping, StopSequence
@@ -94,14 +95,14 @@ def test_a_signal_reaches_the_group_of_a_task_and_what_has_left_it() -> None:
         end = Stopping({"JOB": "j"}, {"worker-0": running}, is_subreaper=False)
         assert [end.task_of(each.pid) for each in (task, outside, other)] == ["worker-0", "", ""]
         stopping.deliver(None, [row for row in rows if row.pid == outside.pid], signal.SIGTERM)
-        assert outside.wait(60) == -signal.SIGTERM
+        assert outside.wait(scaled(60)) == -signal.SIGTERM
         stopping.deliver(running, [], signal.SIGINT)
-        assert task.wait(60) == -signal.SIGINT
+        assert task.wait(scaled(60)) == -signal.SIGINT
         assert running.was_signalled
     finally:
         for each in (task, outside, other):
             each.kill()
-            each.wait(60)
+            each.wait(scaled(60))
 
 
 def history(one: StopSequence, times: list[float]) -> list[str | None]:

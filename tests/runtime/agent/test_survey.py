@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, new_job, poll, python, shell
+from slowness import scaled
 
 from distrun_runtime.agent import query, share, stopping
 from distrun_runtime.contract import process
@@ -52,7 +53,7 @@ def freeze_and_kill(driver: AgentDriver) -> None:
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
-    driver.child.wait(WAIT_S)
+    driver.child.wait(scaled(WAIT_S))
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def bystander(*argv: str, uid: int | None = None, **env: str) -> Iterator[subpro
         yield child
     finally:
         child.kill()
-        child.wait(WAIT_S)
+        child.wait(scaled(WAIT_S))
 
 
 @pytest.mark.parametrize("way", ["", pytest.param("1", marks=[pytest.mark.portable, pytest.mark.slow])])
@@ -274,7 +275,7 @@ def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
         assert query.answer("match", {**asked, "spare": [identity]})["found"] == []
         done = query.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": [identity]})
         assert [pid for pid, _ in done["ended"]] == [meant.pid]
-        assert meant.wait(WAIT_S) == -signal.SIGTERM
+        assert meant.wait(scaled(WAIT_S)) == -signal.SIGTERM
         assert other.poll() is None
 
 

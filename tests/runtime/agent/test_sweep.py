@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agentkit import poll
+from slowness import scaled
 
 from distrun_runtime.agent import share, stopping
 from distrun_runtime.agent.share import Record, RecordedTask
@@ -42,7 +43,7 @@ def test_marked_processes_and_their_children_are_ended_and_reported(
     child, row = start("env -i sleep 600 & echo; wait", job)
     poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
     report = stopping.sweep(job, 60.0)
-    assert child.wait(60) == -signal.SIGTERM
+    assert child.wait(scaled(60)) == -signal.SIGTERM
     assert report.left == []
     assert row.pid in {pid for pid, _ in report.ended}
     assert len(report.ended) == 2

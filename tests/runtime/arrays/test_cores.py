@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from distrun_runtime.arrays import cores
 from distrun_runtime.arrays.cores import Pieces, Threads, pieces_of, threads_for
@@ -100,7 +101,7 @@ def test_work_below_the_bound_is_the_callers_and_starts_no_thread(monkeypatch: p
 
 
 def test_each_of_the_threads_takes_pieces_and_a_thread_of_theirs_may_share_work_again() -> None:
-    met = threading.Barrier(3, timeout=60)
+    met = threading.Barrier(3, timeout=scaled(60))
     threads, found = Threads(3, bound=1), []
 
     def work(_: int, run: slice) -> None:
@@ -133,10 +134,10 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for_without_a_limit(monk
 
     def work(_: int, run: slice) -> None:
         if threading.current_thread() is me:
-            assert begun.wait(60)
+            assert begun.wait(scaled(60))
         else:
             begun.set()
-            goes_on.wait(60)
+            goes_on.wait(scaled(60))
 
     with pytest.raises(cores.RuntimeFault, match=r"waited 0\.01 s for a thread that copies"):
         Threads(2, bound=1).share([8 << 16], work)
@@ -151,12 +152,12 @@ def test_a_piece_that_was_begun_before_the_caller_comes_to_its_own_is_waited_for
     class Asked(queue.SimpleQueue[object]):
         def put(self, item: object, *_: object) -> None:
             super().put(item)
-            assert begun.wait(60)
+            assert begun.wait(scaled(60))
 
     def work(_: int, run: slice) -> None:
         if threading.current_thread() is not me:
             begun.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(scaled(60))
             raise ZeroDivisionError
         if run.stop == 8 << 16:
             goes_on.set()
@@ -179,12 +180,12 @@ def test_what_a_handler_raises_in_a_call_is_raised_when_no_thread_works_any_more
 
     def work(_: int, run: slice) -> None:
         if threading.current_thread() is threading.main_thread():
-            assert begun.wait(60)
+            assert begun.wait(scaled(60))
             if run.stop == 8 << 16:
                 is_last.set()
             return
         begun.set()
-        assert is_last.wait(60)
+        assert is_last.wait(scaled(60))
         while not is_heard.wait(0.01):  # one that comes just before a wait does not end it
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         late.append(has_returned.wait(0.3))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn, outside_of_locks
+from slowness import scaled
 
 from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Read, Table, Update, Write
 from distrun_runtime.arrays.gpu_order import StreamOrdering
@@ -241,7 +242,7 @@ def test_what_may_take_long_is_a_mistake_while_the_thread_holds_the_lock_of_an_o
     with order.locked():
         bench.cuda.fill(bench.a, 0, BYTES, bench.one)
         with ThreadPoolExecutor(1) as thread:  # another thread holds nothing
-            thread.submit(bench.cuda.alloc, 0, 8).result(60)
+            thread.submit(bench.cuda.alloc, 0, 8).result(scaled(60))
         with pytest.raises(Mistake, match="^%s .*while the thread holds the lock" % name):
             made(bench)
         with outside_of_locks():

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from children import exit_code_of
 from fakecupy import CONTEXT, FakeCupy
+from slowness import scaled
 
 from distrun_runtime.arrays import cupy_driver
 from distrun_runtime.arrays.cuda import (
@@ -56,13 +57,13 @@ def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monk
 
     def opened() -> None:
         inside.set()
-        go_on.wait(20)
+        go_on.wait(scaled(20))
         raise CudaMissing("none")
 
     monkeypatch.setattr(cupy_driver, "open_cupy", opened)
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(cupy_driver.of_process)
-        assert inside.wait(20)
+        assert inside.wait(scaled(20))
 
         def child() -> None:
             with pytest.raises(StoreClosed, match="forked from process %d" % os.getppid()):
@@ -73,7 +74,7 @@ def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monk
         finally:
             go_on.set()
         with pytest.raises(CudaMissing, match="none"):
-            opening.result(20)
+            opening.result(scaled(20))
     assert not cupy_driver._opener  # a child may try, now
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpuhistories import arrays_come_and_go, memory_is_given_back, values_come_from_other_devices
 from gpukit import Machine, values
+from slowness import scaled
 from sums import add as add_to
 from sums import total as total_of
 
@@ -524,7 +525,7 @@ def test_threads_may_share_a_device() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(scaled(60))
     assert not wrong
     machine.finish()
 
@@ -604,7 +605,7 @@ def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(scaled(20))
     assert len(refusals) == len(calls)
     calls.clear()
     threads.clear()

@@ -13,6 +13,7 @@ import pytest
 from children import exit_code_of
 from cudastandin import StandIn
 from gpukit import Machine, values
+from slowness import scaled
 
 from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory
 from distrun_runtime.arrays.gpu import GpuDevice
@@ -44,7 +45,7 @@ class Slow:
             if not self.before:
                 result = method(*arguments)
             self.inside.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(scaled(60))
             return method(*arguments) if self.before else result
 
         return called
@@ -62,7 +63,7 @@ class Bench:
         """Make a call in another thread; return while it is in a call of CUDA, until `go_on` is set."""
         self.driver.name, self.driver.before = name, before
         future = self._thread.submit(call)
-        assert self.driver.inside.wait(60)
+        assert self.driver.inside.wait(scaled(60))
         return future
 
     def started(self, call: Callable[[], Any]) -> Future[Any]:
@@ -89,7 +90,7 @@ def test_work_goes_on_while_another_thread_allocates(it: Bench) -> None:
     assert it.device.host(array).tobytes() == (values((100,), F32) * np.float32(2)).tobytes()
     assert not taken.done()
     it.driver.go_on.set()
-    assert taken.result(60).size == 1000
+    assert taken.result(scaled(60)).size == 1000
 
 
 def test_what_is_being_allocated_counts_for_the_limit(it: Bench) -> None:
@@ -99,7 +100,7 @@ def test_what_is_being_allocated_counts_for_the_limit(it: Bench) -> None:
         it.device.empty((1536,), F32)
     other = it.device.empty((1024,), F32)
     it.driver.go_on.set()
-    assert taken.result(60).size == other.size
+    assert taken.result(scaled(60)).size == other.size
     assert it.device.pool.size == sum(it.standin.used) == LIMIT
 
 
@@ -134,7 +135,7 @@ def test_a_copy_that_holds_up_its_thread_holds_up_no_other(it: Bench, is_out: bo
     order.finish(order.mark(queue))  # the copy does not count yet: it comes behind this mark
     assert not copied.done()
     it.driver.go_on.set()
-    copied.result(60)
+    copied.result(scaled(60))
     if is_out:
         assert out.tobytes() == given.tobytes()
     mine.clear()
@@ -165,12 +166,12 @@ def test_who_needs_room_that_another_thread_is_making_waits_for_it(it: Bench) ->
     del block
     one = it.held_up("free", lambda: it.device.empty((1024,), F32), before=True)
     for _ in range(2):  # to make room, and to trim
-        assert told.come.acquire(timeout=60)
+        assert told.come.acquire(timeout=scaled(60))
     # Nothing is free any more, and the block that is given back still counts.
     other = it.started(lambda: it.device.empty((1024,), F32))
-    assert told.come.acquire(timeout=60), "it waits, and does not fail"
+    assert told.come.acquire(timeout=scaled(60)), "it waits, and does not fail"
     it.driver.go_on.set()
-    assert one.result(60).size == other.result(60).size == 1024
+    assert one.result(scaled(60)).size == other.result(scaled(60)).size == 1024
     assert not spares, "nor are arrays dropped for it"
     assert pool.size == sum(it.standin.used) == LIMIT
 
@@ -203,4 +204,4 @@ def test_a_forked_child_does_not_wait_for_room_that_its_parent_makes(it: Bench) 
 
     assert exit_code_of(child) == 0
     it.driver.go_on.set()
-    taken.result(60)
+    taken.result(scaled(60))

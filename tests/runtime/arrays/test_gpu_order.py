@@ -17,6 +17,7 @@ import pytest
 from children import exit_code_of
 from cudastandin import StandIn
 from gpukit import Machine, gpus_of_process
+from slowness import scaled
 
 from distrun_runtime.arrays import cupy_driver, gpu_order
 from distrun_runtime.arrays import device as devices
@@ -56,7 +57,7 @@ class Slow:
         self.threads.append(threading.current_thread())
         if self._is_slow(event):
             self.sleeping.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(scaled(60))
         self._standin.synchronize(event)
 
     def _is_slow(self, event: Event) -> bool:
@@ -128,11 +129,11 @@ def test_a_wait_for_one_queue_does_not_hold_up_that_for_another(bench: Callable[
     it.driver.slow.add(it.one.stream.handle)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(it.order.finish, it.work(it.one))
-        assert it.driver.sleeping.wait(60)
+        assert it.driver.sleeping.wait(scaled(60))
         it.order.finish(it.work(it.other))
         assert not waiting.done()
         it.driver.go_on.set()
-        waiting.result(60)
+        waiting.result(scaled(60))
 
 
 def test_only_a_thread_of_our_own_sleeps_in_cuda(bench: Callable[[float], Bench]) -> None:
@@ -154,7 +155,7 @@ def test_a_thread_ends_with_its_queue(bench: Callable[[float], Bench]) -> None:
     it.one = it.other
     it.order._known.clear()
     gc.collect()
-    thread.join(60)
+    thread.join(scaled(60))
     assert not thread.is_alive()
 
 
@@ -225,7 +226,6 @@ def test_a_process_ends_although_it_waits_for_a_gpu_and_makes_no_call_then() -> 
         [sys.executable, "-c", EXIT.replace("[sys.argv[1]]", "sys.argv[1].split(':')"), path],
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -15,6 +15,7 @@ import pytest
 from children import exit_code_of
 from cudastandin import Mistake, StandIn, outside_of_locks
 from gpukit import Machine, values
+from slowness import scaled
 
 from distrun_runtime.arrays import shared_memory
 from distrun_runtime.arrays.cuda import CudaError, Driver
@@ -280,7 +281,7 @@ def at_register() -> tuple[Machine, AtRegister]:
 def in_another_thread(what: Callable[[], object]) -> None:
     thread = threading.Thread(target=what, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(scaled(20))
     assert not thread.is_alive(), "it waits for the thread that registers memory"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime.contract import agent_messages, session
 from distrun_runtime.contract.session import Frame, Session
@@ -19,7 +20,7 @@ from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, SocketConnection, StreamChannel
 from distrun_runtime.errors import ContractError, WireError
 
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 HELLO = session.encode({"type": "hello", "version": 1, "seq": 1})
 BYE = session.encode({"type": "bye", "seq": 2})
 

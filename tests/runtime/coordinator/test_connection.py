@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from slowness import scaled
 
 from distrun_runtime.agent.channel import Channel, StreamSocket
 from distrun_runtime.contract import agent_messages
@@ -23,7 +24,7 @@ from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import SessionChannel, SocketConnection
 
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 
 
 def certificate(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from distrun_cli import wait_until
 from serviceclient import LIMIT_S, ServiceClient
+from slowness import scaled
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
@@ -266,7 +267,7 @@ def test_another_user_is_refused(job: Job, folder: str) -> None:
         "import os, socket, sys; os.setgid(65534); os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n"
         f"s.connect({job.path!r}); sys.stdout.write(repr(s.recv(10)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     os.chmod(folder, 0o700)
     assert done.stdout == "b''", done.stderr
     assert Client(job.path).hello.type == "hello"
@@ -517,7 +518,7 @@ def test_the_end_of_the_job_waits_for_no_stopped_client(job: Job, monkeypatch: p
     client.socket.recv(10)
     begun = time.monotonic()
     job.service.close()
-    assert 0.2 < time.monotonic() - begun < 5.0
+    assert 0.2 < time.monotonic() - begun < scaled(5)
 
 
 def test_no_message_waits_for_another_one_to_wake_the_service(job: Job) -> None:

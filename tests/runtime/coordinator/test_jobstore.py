@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from sample_plan import sample_plan
+from slowness import scaled
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.dataclass import rfc3339
@@ -558,7 +559,7 @@ def test_of_many_who_want_one_id_one_gets_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(scaled(30))
     assert len(got) == 1
     assert len(wrong) == 15
     assert all(text.startswith("there is a job calm-otter-7f3 already") for text in wrong)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
+from slowness import scaled
 
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
@@ -24,7 +25,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import ContractError
 
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 SECRETS = Secrets("00ff" * 8, {})
 
 

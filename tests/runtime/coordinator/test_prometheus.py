@@ -15,12 +15,13 @@ import pytest
 from measured import WALL, MeasuredJob
 from prometheus_client.parser import text_string_to_metric_families
 from sample_plan import sample_plan
+from slowness import scaled
 
 from distrun_runtime.contract import agent_messages, facts
 from distrun_runtime.coordinator import httpport, messages, prometheus
 from distrun_runtime.coordinator.prometheus import MetricsPort
 
-LIMIT_S = 20.0
+LIMIT_S = scaled(20.0)
 
 
 def busy_job() -> MeasuredJob:

@@ -193,7 +193,7 @@ def test_what_was_read_once_comes_from_the_disk_also_for_another_process(objects
     assert sum(end - begin for begin, end in objects.ranges("x")) == len(CONTENT)
     objects.asked.clear()
     text = "import sys; from distrun_runtime.data import remote; sys.stdout.buffer.write(remote.opened(sys.argv[1])[:])"
-    done = subprocess.run([sys.executable, "-c", text, url], capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", text, url], capture_output=True, check=True)
     assert done.stdout == CONTENT
     assert objects.ranges("x") == []
 
@@ -325,7 +325,7 @@ def test_a_process_that_ends_in_the_midst_of_requests_says_nothing(objects: Obje
     text = (
         "import sys; from distrun_runtime.data import remote; d = remote.opened(sys.argv[1]); d.expect_all(0, len(d))"
     )
-    done = subprocess.run([sys.executable, "-c", text, url], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", text, url], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
 
@@ -625,7 +625,7 @@ def test_https_needs_a_certificate_that_is_trusted(servers: Callable[[], Server]
     assert server.asked == []
     text = "import sys; from distrun_runtime.data import remote; sys.stdout.buffer.write(remote.opened(sys.argv[1])[:])"
     env = {**os.environ, "SSL_CERT_FILE": str(certificate)}
-    done = subprocess.run([sys.executable, "-c", text, url], env=env, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", text, url], env=env, capture_output=True, check=True)
     assert done.stdout == CONTENT
 
 

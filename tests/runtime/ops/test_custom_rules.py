@@ -143,5 +143,5 @@ def test_a_function_that_servers_cannot_import_is_refused_with_the_fix(function:
 def test_a_function_of_the_script_itself_is_refused_with_the_fix() -> None:
     text = "from distrun_runtime.ops.optimizers.catalog import importable\ndef f(k, r, s): pass\nimportable(f)"
     command = [sys.executable, "-c", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "updater f cannot be imported by the servers, it is of the script itself: put a function into" in done.stderr

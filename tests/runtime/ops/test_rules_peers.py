@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from peers import python_of
+from slowness import scaled
 
 from distrun_runtime.ops import optimizers as rules
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, LONG, SIZE = 12, 50, 7
-LIMIT_S = 100.0
+LIMIT_S = scaled(100.0)
 
 MXNET = """\
 import json, sys

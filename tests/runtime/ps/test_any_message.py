@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cluster import TOKEN, config, loop_of
 from history_server import SCHEDULER, History, Piece, data, node, pieces_of, said, values, with_pieces
+from slowness import scaled
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Opener
@@ -24,7 +25,7 @@ from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import Arrived, Down, Up
 from distrun_runtime.transport.inproc import InprocNetwork
 
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 MESSAGES = 1500
 """Damaged ones, for each seed."""
 

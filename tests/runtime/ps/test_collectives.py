@@ -17,6 +17,7 @@ from cluster import Cluster, open_store, run_job
 from fakearrays import put
 from gpukit import Machine, gpus_of_process
 from gputensors import Torch
+from slowness import scaled
 
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, Pending, create
@@ -115,11 +116,11 @@ def test_a_callback_is_called_once_when_the_outputs_are_filled(run: Run, size: i
         calls += [kv.init("b", values[3], wait=False), kv.pull("a", values[3], wait=False)]
         for call in calls:
             call.add_done_callback(lambda one: called.put((one, float(values[0][1]))))
-        found = [called.get(timeout=60) for _ in calls]
+        found = [called.get(timeout=scaled(60)) for _ in calls]
         assert sorted(map(id, calls)) == sorted(id(one) for one, _ in found)
         assert values[0][1] == values[1][1] == values[3][1] == 12
         calls[0].add_done_callback(lambda one: called.put((one, 0.0)))
-        assert called.get(timeout=60) == (calls[0], 0.0)
+        assert called.get(timeout=scaled(60)) == (calls[0], 0.0)
         assert called.empty()
 
     run(script, 2, 2)
@@ -138,13 +139,13 @@ def test_a_failed_call_is_told_to_its_callback(capfd: pytest.CaptureFixture[str]
     call.add_done_callback(told)
     call.run()
     call.add_done_callback(lambda one: called.put("later"))
-    assert called.get(timeout=60) == "told"
-    assert called.get(timeout=60) == "later"
+    assert called.get(timeout=scaled(60)) == "told"
+    assert called.get(timeout=scaled(60)) == "later"
     late.raise_first()
     assert "of the callback" in capfd.readouterr().err
     call.add_done_callback(lambda one: sys.exit(1))
     call.add_done_callback(lambda one: called.put("after SystemExit"))
-    assert called.get(timeout=60) == "after SystemExit"
+    assert called.get(timeout=scaled(60)) == "after SystemExit"
 
 
 def test_a_callback_that_does_not_wait_leaves_the_error_to_the_next_call(run: Run) -> None:
@@ -153,7 +154,7 @@ def test_a_callback_that_does_not_wait_leaves_the_error_to_the_next_call(run: Ru
         called = threading.Event()
         pushed = kv.push("a", np.ones(2, np.float32), wait=False)
         pushed.add_done_callback(lambda one: called.set())
-        assert called.wait(60)
+        assert called.wait(scaled(60))
         with pytest.raises(KVError, match="needs a rule"):
             kv.pull("a", np.ones(2, np.float32))
 
@@ -166,7 +167,7 @@ def test_a_store_with_an_error_that_was_not_told_is_closed_all_the_same(run: Run
         kv.init("a", np.zeros(2, np.float32))
         failed = threading.Event()
         kv.push("a", np.ones(2, np.float32), wait=False).when_done(failed.set)
-        assert failed.wait(60)
+        assert failed.wait(scaled(60))
         with pytest.raises(KVError, match="needs a rule"):
             kv.close()
         assert kv.is_closed
@@ -255,7 +256,7 @@ def test_threads_make_calls_of_kinds_of_their_own(run: Run) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(scaled(60))
         assert found == [True] * 80
 
     run(script, 2, 2)
@@ -385,7 +386,7 @@ def test_tensors_on_gpus_are_reduced_and_broadcast(kind: str, monkeypatch: pytes
                     gone_on = threading.Event()
                     pending = kv.allreduce([value], [value], wait=False)
                     pending.add_done_callback(lambda one: gone_on.set())  # noqa: B023
-                    assert gone_on.wait(60)
+                    assert gone_on.wait(scaled(60))
                 with torch.stream(torch.new_stream(kv.rank)):
                     pending.wait()
                     np.testing.assert_allclose(value.get(), 2 * (own(kv, 30) % 10 + step + 5))
@@ -545,7 +546,7 @@ def test_a_key_of_several_messages_is_deleted_and_what_a_broken_delete_has_left_
             def interrupted(what: str, *args: Any, **options: Any) -> Any:
                 request = ask(what, *args, **options)
                 if what.startswith("delete") and args[0][0][0].startswith("server"):
-                    request.wait(60)
+                    request.wait(scaled(60))
                     link.ask = ask
                     raise KeyboardInterrupt
                 return request

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gated_rules import Gate
 from history_server import Piece, data, raw
+from slowness import scaled
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.errors import KVError
@@ -138,11 +139,11 @@ def test_the_loop_is_woken_once_for_results_that_it_has_not_taken(bench: Callabl
     one = bench(GATED)
     for number in (1, 2, 3):
         one.engine.do(one.apply(number, is_much=True))
-    assert Gate.entered.wait(LIMIT_S)
+    assert Gate.entered.wait(scaled(LIMIT_S))
     assert one.engine.result() is None
     assert not one.woken.acquire(blocking=False)
     Gate.leave.set()
-    assert one.woken.acquire(timeout=LIMIT_S)
+    assert one.woken.acquire(timeout=scaled(LIMIT_S))
     for _ in range(3):
         one.take(None)
 
@@ -154,7 +155,7 @@ def test_with_much_work_in_the_queue_more_is_taken_only_when_the_engine_has_caug
     Gate.close()
     one = bench(GATED)
     one.engine.do(one.apply(1, is_much=True))
-    assert Gate.entered.wait(LIMIT_S)
+    assert Gate.entered.wait(scaled(LIMIT_S))
     taken = threading.Event()
 
     def ask_for_more() -> None:
@@ -165,8 +166,8 @@ def test_with_much_work_in_the_queue_more_is_taken_only_when_the_engine_has_caug
     asking.start()
     assert not taken.wait(0.2)
     Gate.leave.set()
-    assert taken.wait(LIMIT_S)
-    asking.join(LIMIT_S)
+    assert taken.wait(scaled(LIMIT_S))
+    asking.join(scaled(LIMIT_S))
     one.take(None)
     one.take(None)
 
@@ -187,7 +188,7 @@ def test_the_end_of_an_engine_does_not_begin_what_waits(
     one = bench(GATED)
     one.engine.do(one.apply(1, is_much=True))
     one.engine.do(one.apply(2, is_much=True))
-    assert Gate.entered.wait(LIMIT_S)
+    assert Gate.entered.wait(scaled(LIMIT_S))
     monkeypatch.setattr(engines, "CLOSE_S", 0.0)
     one.engine.close()
     Gate.leave.set()

@@ -9,6 +9,7 @@ import cluster
 import pytest
 from gated_rules import Gate
 from history_server import SCHEDULER, History, said, values
+from slowness import scaled
 
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
@@ -70,7 +71,7 @@ def test_the_end_of_a_connection_counts_behind_what_came_on_it(busy: Serving) ->
 def test_a_pull_of_a_round_is_lent_it_before_the_next_one_is_applied(busy: Serving) -> None:
     server = busy()
     server.push_all(1, {"a": [1, 1]})
-    assert Gate.entered.wait(60)
+    assert Gate.entered.wait(scaled(60))
     assert server.pull(0, 1) == []
     server.push_all(2, {"a": [5, 5]})
     server.transport.waits_for_engine = True

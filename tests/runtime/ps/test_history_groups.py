@@ -12,6 +12,7 @@ import pytest
 from gated_rules import Gate
 from history_server import SCHEDULER, History, Piece, data, reason, said, values
 from schedulerhistory import Job, finish, init, reasons, record, sends, spec, to
+from slowness import scaled
 
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
 from distrun_runtime.ps import agreement, role, statefile
@@ -669,7 +670,7 @@ def test_what_follows_from_work_that_is_under_way_is_done_before_a_closed_store_
     for number in (1, 2):
         for rank in (0, 2):
             server.push(rank, number, {"a": [1, 1]})
-    assert Gate.entered.wait(60)
+    assert Gate.entered.wait(scaled(60))
     server.transport.waits_for_engine = True
     opening = threading.Timer(0.05, Gate.leave.set)
     opening.start()

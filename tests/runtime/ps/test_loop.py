@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from cluster import config
 from scripted_transport import Held, Script
+from slowness import scaled
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.dtypes import Buffer
@@ -67,7 +68,7 @@ class Wire:
         self.wait_for(Up)
 
     def wait_for(self, kind: type[Any]) -> Any:
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + scaled(LIMIT_S)
         while time.monotonic() < until:
             for number, event in enumerate(self.got):
                 if isinstance(event, kind):
@@ -119,7 +120,7 @@ def loop() -> Iterator[Office]:
     made = Office()
     yield made
     made.loop.tell(15)
-    made.thread.join(LIMIT_S)
+    made.thread.join(scaled(LIMIT_S))
     assert not made.thread.is_alive()
 
 
@@ -314,7 +315,7 @@ def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
                 server.send(event.link, message.encode(acceptor.verdict(arrived, lambda peer: "")))
     assert seen == [Kind.HELLO, Kind.PROOF, Kind.BARRIER]
     loop.tell(15)
-    thread.join(LIMIT_S)
+    thread.join(scaled(LIMIT_S))
     assert not thread.is_alive()
 
 

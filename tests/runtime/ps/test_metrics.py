@@ -12,6 +12,7 @@ import pytest
 from gpukit import Machine, gpus_of_process
 from history_server import History
 from manual import ManualJob
+from slowness import scaled
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing
@@ -26,7 +27,7 @@ LIMIT_S = 60.0
 def agent(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(str(tmp_path / metrics.SOCKET))
-        listening.settimeout(LIMIT_S)
+        listening.settimeout(scaled(LIMIT_S))
         yield listening
 
 
@@ -257,7 +258,7 @@ def test_the_nodes_of_a_real_store_tell_what_they_count_and_wait_for(agent: sock
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def until(what: Callable[[], object]) -> None:
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + scaled(LIMIT_S)
         while not what():
             assert time.monotonic() < end, "%s\n%s" % (seen, job.report())
             found = metrics.decode(agent.recv(metrics.LIMIT))

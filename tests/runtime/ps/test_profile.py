@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.trace import Recorder, now_us, prepare, write
 
-DEADLINE_S = 60.0
+DEADLINE_S = scaled(60.0)
 
 
 def test_a_span_has_name_category_times_process_thread_and_arguments() -> None:

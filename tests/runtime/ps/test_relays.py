@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, open_store, shards_of
 from delays import delay_after
+from slowness import scaled
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
@@ -156,7 +157,7 @@ def test_a_store_that_compresses_from_some_round_on_loses_nothing_of_the_rounds_
     def script(kv: Any) -> Any:
         kv.init(KEYS, [full(0)] * len(KEYS))
         if kv.rank == 1:
-            assert is_on.wait(60)
+            assert is_on.wait(scaled(60))
         pending, outs = [], [[full(-1) for _ in KEYS] for _ in range(2)]
         for step in range(2):
             if step == 1:
@@ -186,7 +187,7 @@ def test_who_waits_is_told_by_the_shards_server_which_worker_of_its_own_host_is_
             kv.push(KEYS, [full(1)] * len(KEYS))
             with pytest.raises(TimedOut, match=r"waiting for worker-1, key k\d, round 1"):
                 kv.pull(KEYS, outs)
-        are_told.wait(60)
+        are_told.wait(scaled(60))
         if kv.rank == 1:
             kv.push(KEYS, [full(1)] * len(KEYS))
         kv.pull(KEYS, outs)
@@ -246,7 +247,7 @@ def test_states_are_not_saved_while_a_sum_waits_for_a_worker_of_its_host(tmp_pat
             kv.push(KEYS, [full(1)] * len(KEYS))
         with pytest.raises(KVError, match=r"round 1 of key 'k.' is open: worker-0 pushed it, worker-1 did not"):
             kv.save_states(tmp_path / "early")
-        is_refused.wait(60)
+        is_refused.wait(scaled(60))
         if kv.rank == 1:
             kv.push(KEYS, [full(1)] * len(KEYS))
         kv.save_states(tmp_path / "late")
@@ -342,14 +343,14 @@ def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_r
             kv.stats()  # all of it has arrived
             pushed.set()
         if kv.rank == 0:
-            assert pushed.wait(60)
+            assert pushed.wait(scaled(60))
             kv.push([goes_on, late], [full(1), full(2)])
             outs = {key: full(-1) for key in (goes_on, late)}
             pending = kv.pull([*outs], [*outs.values()], wait=False)
             kv.push(goes_on, full(1000))
             asked.set()
         else:
-            assert asked.wait(60)
+            assert asked.wait(scaled(60))
             if kv.rank == 2:
                 kv.push(goes_on, full(100))
             kv.push(goes_on, full(1000 * 10**kv.rank))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster, open_store, run_job
+from slowness import scaled
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
@@ -78,7 +79,7 @@ def test_a_push_takes_the_values_that_the_arrays_had(run: Run, waits: bool) -> N
         arrays = filled(kv, 0.0)
         kv.init(KEYS, arrays)
         if kv.rank:
-            assert is_ahead.wait(60)
+            assert is_ahead.wait(scaled(60))
         for step in range(1, 11):
             for array in arrays:
                 array.fill(step)

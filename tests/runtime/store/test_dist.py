@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, config, open_store, run_job
+from slowness import scaled
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.kvstore import KVStore
@@ -372,7 +373,7 @@ def test_an_init_whose_values_may_not_have_arrived_fails_for_all_and_can_be_made
         def failing(what, messages, **how):
             request = ask(what, messages, **how)
             if messages[0][0].startswith("server-"):
-                request.wait(20)
+                request.wait(scaled(20))
                 raise error
             return request
 
@@ -397,7 +398,7 @@ def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
 
     def script(kv: KVStore):
         kv.init("w", np.zeros(BIG, "float32"))
-        ready.wait(60)
+        ready.wait(scaled(60))
         if kv.rank == 0:
             kv.push("w", ones(BIG))
             threading.Timer(0.2, lambda: job.network.cut(job.transports["server-1"])).start()
@@ -429,7 +430,7 @@ def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeyp
                 kv.pull("w", np.zeros(SHAPE, "float32"))
             late.set()
         else:
-            assert late.wait(60)
+            assert late.wait(scaled(60))
             kv.push("w", ones())
 
     run_job(script, op_timeout_s=4.0)

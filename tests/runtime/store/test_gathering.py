@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster, open_store, run_job
+from slowness import scaled
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import StoreClosed
@@ -83,7 +84,7 @@ def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
             calls = [kv.pull("w", out=out, wait=False), kv.pull("u", out=other, wait=False)]
             kv.push("v", full(10))
             for call in calls:
-                call.wait(60)
+                call.wait(scaled(60))
         else:
             kv.push("v", full(20))
             kv.pull("v", out=out)

@@ -13,6 +13,7 @@ from fakearrays import FakeTorch
 from fakearrays import put as libraries
 from gpukit import Machine, gpus_of_process, values
 from gpustores import Store, put
+from slowness import scaled
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
@@ -477,7 +478,7 @@ def test_a_rule_or_codec_and_a_gpu_that_come_at_once_find_each_other(
 
     monkeypatch.setattr(machine.standin, "load", loaded_during_a_push)
     STEPS[step](store)
-    pushing.join(30)
+    pushing.join(scaled(30))
     assert pushed.is_set()
     loads = Loads(machine, monkeypatch)
     store.push(*other)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from slowness import scaled
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
@@ -358,7 +359,7 @@ def test_an_updater_does_not_wait_for_an_init_that_waits_for_it() -> None:
 
     kv.set_updater(update)
     kv.push("a", np.ones(SHAPE))
-    threads[0].join(60)
+    threads[0].join(scaled(60))
     assert np.array_equal(pulled(kv, "e"), np.ones(SHAPE))
 
 
@@ -376,5 +377,5 @@ def test_threads_take_turns() -> None:
 
     with ThreadPoolExecutor(threads) as pool:
         for ended in [pool.submit(work) for _ in range(threads)]:
-            ended.result(60)
+            ended.result(scaled(60))
     assert np.array_equal(pulled(kv, 3), np.full(SHAPE, float(threads * rounds)))

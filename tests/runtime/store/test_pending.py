@@ -9,6 +9,7 @@ import queue
 
 import pytest
 from children import exit_code_of
+from slowness import scaled
 
 from distrun_runtime.errors import KVError, PeerLost, TimedOut
 from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late
@@ -76,7 +77,7 @@ def test_callbacks_of_calls_of_a_forked_child_are_called_there() -> None:
 
     def call() -> None:
         CompletedCall("pull").add_done_callback(called.put)
-        called.get(timeout=60)
+        called.get(timeout=scaled(60))
 
     call()
     assert exit_code_of(call) == 0

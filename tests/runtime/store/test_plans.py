@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupted
 from manual import ManualJob
+from slowness import scaled
 
 from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.errors import KVError, StoreClosed
@@ -479,7 +480,7 @@ def test_after_a_steady_call_that_is_interrupted_anywhere_the_store_goes_on() ->
             for value in (2, 3):
                 again = threading.Thread(target=kv.pushpull, args=("w", full(value), out), daemon=True)
                 again.start()
-                again.join(20)
+                again.join(scaled(20))
                 assert not again.is_alive(), f"interrupted at {at - 1}"
                 assert (out == value).all()
         return at
@@ -497,11 +498,11 @@ def test_a_forked_child_makes_no_steady_call_though_another_thread_was_in_one() 
         def hold() -> None:
             with backend._lock:
                 is_held.set()
-                is_over.wait(60)
+                is_over.wait(scaled(60))
 
         other = threading.Thread(target=hold)
         other.start()
-        is_held.wait(60)
+        is_held.wait(scaled(60))
         child = os.fork()
         if child == 0:
             signal.alarm(10)

@@ -128,7 +128,7 @@ def test_a_store_loads_neither_torch_itself_nor_what_gpus_and_compiled_codecs_ne
         " loaded = {name.removeprefix('distrun_runtime.arrays.') for name in sys.modules};"
         " assert not {'torch', 'cupy', 'numba', 'cuda', 'cupy_driver', 'gpu', 'gpu_memory', 'gpu_programs'} & loaded"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 COLLECTIVES = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStoreBase
@@ -66,7 +67,7 @@ def run(script: Any) -> list[Any]:
             raise
 
     with ThreadPoolExecutor(2) as pool:
-        return [ended.result(60) for ended in [pool.submit(work, rank) for rank in range(2)]]
+        return [ended.result(scaled(60)) for ended in [pool.submit(work, rank) for rank in range(2)]]
 
 
 def test_workers_of_another_makers_store_get_rank_0s_weights_and_one_sum() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from slowness import scaled
 from zmtp import COMMAND, MORE, Peer, command, frame, greeting, hello
 
 from distrun_runtime.transport import admission
@@ -23,7 +24,7 @@ from distrun_runtime.transport.base import Arrived, Event, Heartbeat, Rejected, 
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
-LIMIT_S = 60.0
+LIMIT_S = scaled(60.0)
 FLOOD = 20_000_000
 """Bytes that a flood tries to send."""
 GROWTH = 60_000_000

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from ports import free_port
+from slowness import scaled
 from transports import DEADLINE_S, HOST, LONG, agree, endpoint, frames_of, has, until, welcomed
 
 from distrun_runtime.arrays.shared_memory import Pool
@@ -257,7 +258,7 @@ def test_no_wake_is_missed_whether_the_poll_waits_already_or_is_about_to(make: M
         for number in range(300):
             left.append(number)
             transport.wake()
-            if not taken.acquire(timeout=30):
+            if not taken.acquire(timeout=scaled(30)):
                 return
 
     thread = threading.Thread(target=leave)

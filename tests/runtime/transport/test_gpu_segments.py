@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from cudastandin import Mistake
 from gpukit import Machine, gpus_of_process
+from slowness import scaled
 from transports import LONG, WELCOME, endpoint, welcomed
 
 from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, DriverError
@@ -64,7 +65,7 @@ class Pair:
         return events
 
     def until(self, done: Any) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + scaled(20)
         while not done():
             assert time.monotonic() < deadline, self.chosen
             self.poll()
@@ -471,7 +472,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_the_other_one_its_gpu(mom
         with subprocess.Popen([*argv, endpoint(server.bind("127.0.0.1")).rpartition(":")[2]], env=env) as other:
             server.share_gpu(gpu)
             total, link, is_down = gpu.zeros((SIZE,), np.dtype(np.float32)), "", False
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + scaled(30)
             while not is_down and time.monotonic() < deadline:
                 for event in server.poll(0.01):
                     is_down |= isinstance(event, Down)

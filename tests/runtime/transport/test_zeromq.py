@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from ports import free_port
+from slowness import scaled
 from transports import HOST, LONG, SHORT, endpoint, frames_of, has, until
 
 from distrun_runtime.transport import zeromq
@@ -80,7 +81,7 @@ def test_a_stopped_process_that_connected_to_us_is_lost_in_time(
     stopped = time.monotonic()
     [down] = until(node, has(Down))
     assert down == Down(arrived.link, "its connection closed, or it was silent for 4 s")
-    assert time.monotonic() - stopped < 4 + 20  # the machine may be busy
+    assert time.monotonic() - stopped < 4 + scaled(20)
 
 
 def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
@@ -93,7 +94,7 @@ def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
     stopped = time.monotonic()
     [down] = until(node, has(Down))
     assert down.link == "server-0"
-    assert time.monotonic() - stopped < 4 + 20
+    assert time.monotonic() - stopped < 4 + scaled(20)
 
 
 def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[str]], lenient: ZmqTransport) -> None:
@@ -191,7 +192,7 @@ print(faults() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 def test_memory_of_large_frames_stays_with_the_process() -> None:
     """A new frame of 1 MiB has 256 pages: 20 times 8 of them would be 40960 page faults."""
-    ended = subprocess.run([sys.executable, "-c", KEEPER], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", KEEPER], capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 10_000
 
 
@@ -245,7 +246,5 @@ peer.wait()
 
 def test_a_node_outlives_a_peer_that_dies_on_it_while_it_closes() -> None:
     """libzmq aborted it: a heartbeat was due on a connection that had failed and was still to be written to."""
-    ended = subprocess.run(
-        [sys.executable, "-c", CLOSING_NODE, RUDE_PEER], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", CLOSING_NODE, RUDE_PEER], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
