@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import usable_cores
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
@@ -43,6 +44,7 @@ from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, Worker
 from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
+from distrun_runtime.transport.direct import Looking
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
 
@@ -158,7 +160,9 @@ class NodeSession:
         # Faults are injected, and messages sent again, by what is around this one.
         self._paths = self._transport if isinstance(self._transport, BulkTransport) else None
         self._direct = None if self._paths is None else self._paths.direct
-        self._turn = None if self._direct is None else self._direct.turn()
+        # If the job was started by hand, all its workers may be here.
+        looking = Looking(usable_cores(), environ.read("DISTRUN_LOCAL_SIZE") or config.workers)
+        self._turn = None if self._direct is None else self._direct.turn(looking)
         self._exchange: CallUnderWay | None = None
         """What a thread of the script does, or has left to the node's thread."""
         self._loop = Loop(
@@ -386,11 +390,9 @@ class NodeSession:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
-        if self._is_closed or self._exchange is not None or self._loop.is_asked:
+        is_busy = self._is_closed or self._exchange is not None or self._loop.is_asked
+        if is_busy or not all(map(self._direct.is_open, links)):
             return None
-        for link in links:
-            if not self._direct.is_open(link):
-                return None
         first = self.worker.reserve(len(sends))
         return CallUnderWay(sends, links, first) if first else None
 

@@ -53,7 +53,7 @@ _ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
 """The last member of an entry."""
 _FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
 """Of the first entry all before the round, and that."""
-_CODEC_AT: int = _HEAD + wire.ENTRY.fields["codec"][1]  # type: ignore[index]
+_ROWS, _CODEC_AT = bytes([ROWS]), _HEAD + wire.ENTRY.fields["codec"][1]  # type: ignore[index]
 """Of the first entry its codec."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
 """Of an entry all before the round."""
@@ -143,16 +143,14 @@ class _Waiting(Pull):
         if name.startswith("__"):
             raise AttributeError(name)
         steps, head, number = self.prepared
-        batch = steps.pulled(head, number)
-        made = vars(opened(self.link, (self.rank,), batch, self.now, self.ticket))
+        made = vars(opened(self.link, (self.rank,), steps.pulled(head, number), self.now, self.ticket))
         vars(self).update({**made, **vars(self)})
         return vars(self)[name]
 
     def is_alike(self, shards: Array, number: int) -> bool:
         """See Pull."""
-        is_whole = "owed" not in vars(self) or (bool(self.owed.all()) and not self.passed)
-        is_same = self.shards is shards or np.array_equal(self.shards, shards)
-        return is_whole and is_same and self.prepared[2] == number
+        is_it = self.prepared[2] == number and (self.shards is shards or np.array_equal(self.shards, shards))
+        return is_it and ("owed" not in vars(self) or (bool(self.owed.all()) and not self.passed))
 
 
 class Steady:
@@ -178,10 +176,9 @@ class Steady:
         name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *sizes)
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
-            if len(head) < _HEAD or (len(head) - _HEAD) % _FIXED.itemsize or head[wire.KIND_AT] not in _KINDS:
-                return None
+            is_cut = len(head) < _HEAD or bool((len(head) - _HEAD) % _FIXED.itemsize)
             # Rows have another size in each step, and would take the place of others.
-            if len(head) > _CODEC_AT and head[_CODEC_AT] == ROWS:
+            if is_cut or head[wire.KIND_AT] not in _KINDS or head[_CODEC_AT : _CODEC_AT + 1] == _ROWS:
                 return None
             steps = self._meet(name, values, link, frames)
         number = -1 if steps is None else steps.round_in(head)
@@ -291,8 +288,7 @@ class Steady:
         if (ahead != came[:, None]).any() or store.owed[:, of.shards][~came].any():
             return False
         progress.done, progress.came = done, set(np.flatnonzero(came).tolist())
-        progress.side = values.side_of(of)
-        progress.version = self._server.version
+        progress.side, progress.version = values.side_of(of), self._server.version
         store.progress[of.index] = progress.number
         return True
 
@@ -367,11 +363,8 @@ def _fixed_in(head: bytes) -> bytes:
 
 def _bytes_of(name: tuple[Any, ...], known: Any) -> int:
     """Return about how much memory it takes to know a message, without what others share."""
-    return (
-        len(name[3])
-        + 8 * len(name)
-        + (known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0)
-    )
+    arrays = known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0
+    return len(name[3]) + 8 * len(name) + arrays
 
 
 def _drop(values: Values, names: Iterable[tuple[Any, ...]]) -> None:

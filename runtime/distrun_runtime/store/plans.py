@@ -96,9 +96,8 @@ class PlannedMessage:
 
     def is_answered(self, frames: Sequence[Buffer]) -> bool:
         """Whether an answer has the values and says nothing else."""
-        if len(frames[1]) or bytes(frames[0][_PAYLOADS]).strip(_PACKED):
-            return False
-        return (len(frames[2]) if len(frames) == 3 else size_of(frames[2:])) == self.size_bytes
+        size_bytes = len(frames[2]) if len(frames) == 3 else size_of(frames[2:])
+        return size_bytes == self.size_bytes and not (len(frames[1]) or bytes(frames[0][_PAYLOADS]).strip(_PACKED))
 
 
 @dataclass(eq=False)
@@ -122,10 +121,9 @@ class CallPlan:
         Raises:
             KVError: outputs of two keys share memory.
         """
-        if kind is not Kind.PULL and not self.keys.fits(values):
-            return False
-        if kind is Kind.PUSH:
-            return True
+        is_fit = kind is Kind.PULL or self.keys.fits(values)
+        if kind is Kind.PUSH or not is_fit:
+            return is_fit
         if not ((kind is Kind.PUSHPULL and outs is values) or self.keys.fits(outs)) or not self.keys.takes(outs):
             return False
         for item in self.route.runs:  # noqa: SIM110  # a generator would take several times as long
@@ -140,9 +138,8 @@ class CallPlan:
 
     def take(self, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array]) -> bool:
         """Write what came to outputs; return False if there is more in the answers, and write nothing."""
-        for each, frames in zip(self.messages, answers, strict=True):
-            if not each.is_answered(frames):
-                return False
+        if not all(map(PlannedMessage.is_answered, self.messages, answers)):
+            return False
         for each, frames in zip(self.messages, answers, strict=True):
             each.portion.scatter(frames[2:], outs)
         return True

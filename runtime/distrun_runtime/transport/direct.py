@@ -74,8 +74,10 @@ UNPROVEN = 128
 """How many of them are kept; the oldest is closed when one more comes."""
 ENDING_S = 0.5
 """How long TCP may outlive the ZeroMQ connection: both end with their process, but what was sent may be under way."""
-LOOK_S = 1.0
-"""How often these limits are looked at."""
+CHECK_S = 1.0
+"""How often these limits are checked."""
+FIRST_LOOK_S, LOOK_S = 20e-6, 500e-6
+"""How long, at least and at most, a thread looks for an answer before it sleeps."""
 
 CHUNK_BYTES = 96 * 1024
 """So much is read at once: small values with their heads, and less than what malloc asks the kernel for each time."""
@@ -326,11 +328,36 @@ class _DirectStream:
         return dropped
 
 
+class Looking:
+    """Decides how long a thread looks for an answer before it sleeps. No side effects.
+
+    To wake a thread takes longer than a small value does. A thread looks longer after a wait that `LOOK_S` covers, and
+    less long after others: where most waits are long, looking costs nothing.
+
+    Arguments:
+        cores: what this process may use of the host.
+        workers: how many may be on the host. If they are more, they do not look: others need the cores.
+    """
+
+    def __init__(self, cores: float, workers: int) -> None:
+        self._most_s, self.time_s = LOOK_S if workers <= cores else 0.0, 0.0
+
+    def learn(self, waited_s: float) -> None:
+        """Take in how long a wait was."""
+        time_s = max(self.time_s * 2, FIRST_LOOK_S) if waited_s <= self._most_s else self.time_s / 2
+        self.time_s = min(time_s, self._most_s) if time_s >= FIRST_LOOK_S else 0.0
+
+
 class TurnLock:
     """Decides which thread acts on a transport and on what its loop keeps: the one that polls it, or another one while
-    that waits."""
+    that waits.
 
-    def __init__(self) -> None:
+    Arguments:
+        looking: decides how long other threads look for news before they sleep; None: they do not.
+    """
+
+    def __init__(self, looking: Looking | None = None) -> None:
+        self._looking = looking or Looking(0, 1)
         self.lock = threading.Lock()
         self.is_wanted = False
         """The polling thread waits for its turn."""
@@ -361,9 +388,14 @@ class TurnLock:
 
     def wait(self, poller: select.poll, timeout_s: float) -> list[tuple[int, int]]:
         """Wait for news of descriptors, for the owner; return none if another thread wants the turn, or has had it."""
-        owner, self.is_waiting = self.owner, True
+        owner, self.is_waiting, news = self.owner, True, list[tuple[int, int]]()
         try:
-            news = poller.poll(timeout_s * 1000)
+            end = (begin := time.monotonic()) + min(self._looking.time_s, timeout_s)
+            while not news and time.monotonic() < end:
+                os.sched_yield()  # The process that is to answer may need this core.
+                news = poller.poll(0)
+            news = news or poller.poll(timeout_s * 1000)
+            self._looking.learn(time.monotonic() - begin)
         finally:
             self.is_waiting = False
             if self.owner != owner:
@@ -576,9 +608,9 @@ class DirectTransport:
 
     # For a thread that has the turn: a link that it has taken is its own until it gives it back
 
-    def turn(self) -> TurnLock:
+    def turn(self, looking: Looking | None = None) -> TurnLock:
         """Let other threads act from now on. Who polls has the turn, but while it waits."""
-        self._turn = TurnLock()
+        self._turn = TurnLock(looking)
         return self._turn
 
     def take(self, links: tuple[Link, ...]) -> None:
@@ -606,9 +638,7 @@ class DirectTransport:
         Return whether to go on: something has come, and no other thread wants the turn.
         """
         assert self._turn is not None
-        links, sends = self._taken, False
-        for link in links:
-            sends = sends or bool(self._open[link].out)
+        links, sends = self._taken, not self.has_sent(self._taken)
         # A signal handler may wait here, too, while this thread does, and no poller can do both.
         poller = None if sends else self._pollers.pop(links, None)
         if poller is None:
@@ -924,7 +954,7 @@ class DirectTransport:
     def _look(self) -> None:
         """Close connections that prove nothing."""
         now = time.monotonic()
-        self._look_at = now + LOOK_S
+        self._look_at = now + CHECK_S
         for fd, (_, until, _) in list(self._newcomers.items()):
             if now >= until:
                 self._turn_away(fd, f"it had proven nothing for {UNPROVEN_S:g} s")

@@ -39,7 +39,7 @@ from transports import (
 
 from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
-from distrun_runtime.transport.direct import DirectTransport, TurnLock
+from distrun_runtime.transport.direct import FIRST_LOOK_S, LOOK_S, DirectTransport, Looking, TurnLock
 from distrun_runtime.transport.host_segments import is_shared
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -719,3 +719,128 @@ def test_a_turn_that_nobody_has_is_not_asked_for() -> None:
     turn.want()
     with pytest.raises(BlockingIOError):
         os.eventfd_read(turn.fd)
+
+
+# Looking before sleeping
+
+SHORT_S, LONG_S = LOOK_S / 2, LOOK_S * 2
+"""Waits that looking shortens, and others."""
+
+
+def looks_after(*waits_s: float, cores: float = 2, workers: int = 2) -> float:
+    """Return how long a thread looks after these waits."""
+    looking = Looking(cores, workers)
+    for each in waits_s:
+        looking.learn(each)
+    return looking.time_s
+
+
+def test_a_thread_looks_longer_while_answers_come_soon_and_never_longer_than_the_limit() -> None:
+    assert looks_after() == 0
+    assert looks_after(SHORT_S) == FIRST_LOOK_S
+    assert looks_after(SHORT_S, SHORT_S) == 2 * FIRST_LOOK_S
+    assert looks_after(*[LOOK_S] * 50) == LOOK_S
+
+
+def test_one_long_wait_halves_the_time_and_several_end_the_looking() -> None:
+    assert looks_after(*[SHORT_S] * 50, LONG_S) == LOOK_S / 2
+    assert looks_after(*[SHORT_S] * 50, LONG_S, SHORT_S) == LOOK_S
+    assert looks_after(*[SHORT_S] * 50, *[LONG_S] * 5) == 0
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_looking_costs_less_than_the_limit_for_each_short_wait(history: list[bool]) -> None:
+    looking, lost_s = Looking(2, 2), 0.0
+    for is_short in history:
+        lost_s += 0 if is_short else looking.time_s
+        looking.learn(SHORT_S if is_short else LONG_S)
+    assert lost_s <= LOOK_S * sum(history)
+
+
+@pytest.mark.parametrize(("cores", "workers", "looks"), [(2, 2, True), (2, 3, False), (1.5, 2, False), (16, 2, True)])
+def test_workers_that_are_more_than_the_cores_never_look(cores: float, workers: int, looks: bool) -> None:
+    assert (looks_after(*[1e-6] * 50, cores=cores, workers=workers) > 0) == looks
+
+
+class _Looks(Looking):
+    """Looks for so long that a test ends before."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.time_s = 10 * DEADLINE_S
+
+
+@pytest.fixture
+def looks(pair: Callable[..., Pair]) -> Iterator[tuple[Pair, TurnLock]]:
+    """Return a pair whose opener, of which a link is taken, looks for news and never sleeps; it has the turn."""
+    one = pair()
+    one.agree()
+    turn = one.opener.turn(_Looks())
+    with turn.lock:
+        turn.owner = threading.get_ident()
+        one.opener.take(("server-0",))
+        yield one, turn
+        one.opener.give_back(("server-0",))
+
+
+def test_a_thread_that_looks_finds_what_comes(looks: tuple[Pair, TurnLock]) -> None:
+    one, _ = looks
+    timer = threading.Timer(0.05, one.acceptor.send, (one.link, [b"answer", b""]))
+    timer.start()
+    assert one.opener.wait(DEADLINE_S)
+    assert one.opener.inbox("server-0") == [[b"answer", b""]]
+    timer.join()
+
+
+def test_a_thread_that_looks_ends_at_the_deadline(looks: tuple[Pair, TurnLock]) -> None:
+    assert not looks[0].opener.wait(0.02)
+
+
+def test_a_thread_that_looks_ends_when_another_wants_the_turn(looks: tuple[Pair, TurnLock]) -> None:
+    one, turn = looks
+    timer = threading.Timer(0.05, turn.want)
+    timer.start()
+    assert not one.opener.wait(DEADLINE_S)
+    timer.join()
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Return what has a function called by a signal handler in a moment."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def soon(act: Callable[[], None]) -> None:
+        signal.signal(signal.SIGALRM, lambda number, frame: act())
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    yield soon
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_interrupts_a_thread_that_looks(
+    looks: tuple[Pair, TurnLock], interrupts: Callable[[Callable[[], None]], None]
+) -> None:
+    one, turn = looks
+
+    def interrupt() -> None:
+        assert turn.is_waiting
+        raise KeyboardInterrupt
+
+    interrupts(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one.opener.wait(DEADLINE_S)
+    assert not turn.is_waiting
+    one.acceptor.send(one.link, [b"answer", b""])
+    assert one.opener.wait(DEADLINE_S)
+
+
+def test_a_signal_handler_gives_away_the_turn_of_a_thread_that_looks(
+    looks: tuple[Pair, TurnLock], interrupts: Callable[[Callable[[], None]], None]
+) -> None:
+    one, turn = looks
+    me = turn.owner
+    interrupts(turn.give_away)
+    assert not one.opener.wait(DEADLINE_S)
+    assert turn.owner == me
+    assert turn.lock.locked()
