@@ -346,11 +346,8 @@ class Transfers:
         routes = self._routes(keys)
         if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
             return False
-        if keys.size_bytes > MESSAGE_BYTES or not waits:
-            for portion in routes.plain.portions:
-                if not self._link.node.staging(portion.link):
-                    return False
-        return True
+        is_few = waits and keys.size_bytes <= MESSAGE_BYTES
+        return is_few or all(self._link.node.staging(portion.link) for portion in routes.plain.portions)
 
     def pushpull(
         self, what: str, keys: Selection, values: Sequence[Array], call: CallOptions
@@ -876,9 +873,7 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
     for record, its in zip(records, parts, strict=True):
         pieces = [elements for _, elements in sorted(its, key=lambda part: part[0])]
         whole = pieces[0] if len(pieces) == 1 else stitched(pieces, kept)
-        if whole is None:
-            whole = np.concatenate(pieces)
-        value = whole.reshape(record.shape)
+        value = (np.concatenate(pieces) if whole is None else whole).reshape(record.shape)
         value.flags.writeable = False
         found.append(value)
     return found
@@ -922,11 +917,8 @@ def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shar
 
 def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
     """Return the notes of the rounds that were skipped, by number of the key."""
-    skipped: dict[int, Notes] = {}
-    for reply in replies:
-        for number, notes in reply.body.get("skipped", {}).items():
-            skipped[int(number)] = {int(rank): note for rank, note in notes.items()}
-    return skipped
+    told = [pair for reply in replies for pair in reply.body.get("skipped", {}).items()]
+    return {int(number): {int(rank): note for rank, note in notes.items()} for number, notes in told}
 
 
 def _said(skipped: Mapping[int, Notes]) -> Notes:
