@@ -238,6 +238,7 @@ and back: `resnet50` 161 tensors, 102 MB; `vgg16` 32 tensors, 553 MB; `one` a te
 of 1 KB; `many` 100,000 tensors of 16 bytes. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through
 servers; gloo (torch.distributed) reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs
 on this one machine, and a system that needs more processes than the machine has cores is slowed by that.
+distrun's launcher sets GLIBC_TUNABLES for distrun's own workers (see environment.md); all others run without it.
 
 distrun and MXNet push and pull all keys in one call (`pushpull`); `in two calls`: a push of all keys, then a pull.
 `by key`: a push and a pull for each key, none of which waits (distrun: `wait=False`), and a wait for all of them at the

@@ -47,7 +47,7 @@ FORWARDED_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TO
 FILED = r"([A-Za-z_]\w*)@(.+)\Z"
 """A word of `--env` that names a file with the variable's value."""
 
-_MERGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
+_MERGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
 

@@ -365,6 +365,15 @@ def test_unbuffered_unless_the_user_says_otherwise() -> None:
     assert added(make(settings=(Setting("PYTHONUNBUFFERED", ""),))[0], "worker-0")["PYTHONUNBUFFERED"] == ""
 
 
+def test_workers_that_use_bundled_servers_copy_large_arrays_past_the_caches_unless_the_user_says_otherwise() -> None:
+    plan, _ = make()
+    assert added(plan, "worker-1")["GLIBC_TUNABLES"] == plans.LARGE_COPIES
+    assert "GLIBC_TUNABLES" not in added(plan, "server-0")
+    for how in ({"servers": 0}, {"ps": requests.COMMAND}, {"setup": {"inherited": {"GLIBC_TUNABLES": "a=1"}}}):
+        assert "GLIBC_TUNABLES" not in added(make(**how)[0], "worker-0")  # type: ignore[arg-type]
+    assert added(make(settings=(Setting("GLIBC_TUNABLES", ""),))[0], "worker-0")["GLIBC_TUNABLES"] == ""
+
+
 def test_hidden_values_are_named_in_the_plan_and_held_by_the_secrets() -> None:
     settings = (Setting("API_KEY", "s3cret", hidden=True), Setting("A", "1"), Setting("B", "2", "server"))
     plan, secrets = make(settings=settings)

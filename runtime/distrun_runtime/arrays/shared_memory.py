@@ -466,13 +466,13 @@ def stitched(pieces: Sequence[Array], kept: Stitched) -> Array | None:
 
     Source: mremap(2): an old size of 0 maps the pages of a shared mapping a second time.
     """
-    places = tuple((address_of(piece), piece.nbytes) for piece in pieces)
-    is_aligned = all(address % PAGE == 0 for address, _ in places) and all(size % PAGE == 0 for _, size in places[:-1])
-    if not (sys.platform.startswith("linux") and is_aligned and places[-1][1]):
-        return None
+    places = tuple([(address_of(piece), piece.nbytes) for piece in pieces])
     with _stitching:
         known = kept.get(places)
         if known is None:
+            is_aligned = not any(address % PAGE for address, _ in places) and not any(n % PAGE for _, n in places[:-1])
+            if not (sys.platform.startswith("linux") and is_aligned and places[-1][1]):
+                return None
             roots = [_mapping_of(piece) for piece in pieces]
             memory = None if None in roots else _mapped_again(places)
             if memory is None:

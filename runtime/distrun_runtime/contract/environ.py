@@ -298,6 +298,11 @@ _TUNING = (
         default=0,
     ),
     _reads("OMP_NUM_THREADS", "The most threads that DISTRUN_COPY_THREADS=0 stands for.", default=""),
+    _gives(
+        "GLIBC_TUNABLES",
+        "Workers with bundled servers, unless you set it: copies of 1 MiB and more skip the caches. Empty: off.",
+        stale=False,
+    ),
     _reads(
         "DISTRUN_HOST_SUMS",
         "0: workers of one host do not add what they push before it leaves the host.",

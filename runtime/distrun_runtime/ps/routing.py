@@ -16,8 +16,9 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -168,6 +169,22 @@ class _Slice:
     size: int
 
 
+_Placed = tuple[int, list["Buffer | list[_Small | _Slice]"]]
+"""Of a message: how many elements are copied, and its frames; in place of some the parts that are copied."""
+
+
+class InPlace(NamedTuple):
+    """Values of a call that servers read where they are, until they have released them."""
+
+    items: frozenset[int]
+    """Their places in the call."""
+    frames: dict[Portion, _Placed]
+    """Of messages that carried them."""
+
+
+NOTHING_IN_PLACE = InPlace(frozenset(), {})
+
+
 @dataclass(eq=False)
 class Portion:
     """What one message of a call carries: shards on one server, of one dtype, that travel alike."""
@@ -230,7 +247,7 @@ class Portion:
         return entries
 
     def gather(
-        self, values: Sequence[Array], lent: bool, staging: Pool | None = None, in_place: Set[int] = frozenset()
+        self, values: Sequence[Array], lent: bool, staging: Pool | None = None, in_place: InPlace = NOTHING_IN_PLACE
     ) -> list[Buffer]:
         """Return the frames with the values' elements.
 
@@ -238,11 +255,11 @@ class Portion:
             values: of the whole call, by place.
             lent: they stay as they are until the message is answered; else nothing of their memory is in the result.
             staging: memory that the receiver reads where it is; None: it does not.
-            in_place: places of values that the receiver reads where they are, until it has released them.
+            in_place: values that the receiver reads where they are; gets the frames of this message.
         """
         if not self.size:
             return [b""]
-        staged = None if staging is None else self._staged(values, staging, in_place)
+        staged = None if staging is None else self._frames_of(values, in_place, staging.empty)
         if staged is not None:
             return staged
         if not lent:
@@ -258,51 +275,37 @@ class Portion:
                 else:
                     self._copy.reshape(shape)[...] = values[item]
             return self._frames
-        frames: list[Buffer] = []
-        for part in self.parts:
-            if isinstance(part, _Small):
-                joined = np.empty(part.size, self.dtype)
-                _join(part, values, joined)
-                frames.append(joined.view(np.uint8).data)
-            else:
-                flat = values[part.item].reshape(-1)[part.begin : part.end]
-                frames.append(np.ascontiguousarray(flat).view(np.uint8).data)
-        return frames
+        return cast("list[Buffer]", self._frames_of(values, InPlace(frozenset(self.items.tolist()), {}), np.empty))
 
-    def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
-        """Return frames in shared memory; None: there is none left."""
-        if not in_place:
-            whole = staging.empty((self.size,), self.dtype)
-            if whole is None:
-                return None
-            _copy_parts(self.parts, values, whole, 0)
-            return [whole.view(np.uint8).data]
-        size = 0
-        groups: list[_Slice | list[_Small | _Slice]] = []
-        """What is read where it is; and what is copied end to end."""
-        for part in self.parts:
-            last = groups[-1] if groups else None
-            if not isinstance(part, _Slice) or part.item not in in_place:
-                size += part.size
-                if isinstance(last, list):
-                    last.append(part)
-                else:
-                    groups.append([part])
-            else:
-                groups.append(part)
-        copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
+    def _frames_of(self, values: Sequence[Array], in_place: InPlace, empty: Callable[..., Any]) -> list[Buffer] | None:
+        """Return frames of which those that are not in place are copies; None: `empty` has no memory for these."""
+        size, groups = in_place.frames.get(self) or self._placed(values, in_place)
+        copy = empty((size,), self.dtype) if size else np.empty(0, self.dtype)
         if copy is None:
             return None
-        frames: list[Buffer] = []
-        at = 0
+        frames, at = list[Buffer](), 0
         for group in groups:
-            if isinstance(group, _Slice):
-                frames.append(values[group.item].reshape(-1)[group.begin : group.end].view(np.uint8).data)
-            else:
+            if isinstance(group, list):
                 end = _copy_parts(group, values, copy, at)
-                frames.append(copy[at:end].view(np.uint8).data)
-                at = end
+                group, at = copy[at:end].view(np.uint8).data, end
+            frames.append(group)
         return frames
+
+    def _placed(self, values: Sequence[Array], in_place: InPlace) -> _Placed:
+        """Return what is copied and where the rest is; keep it if there is a rest."""
+        size, groups = 0, list[Buffer | list[_Small | _Slice]]()
+        for part in self.parts:
+            if isinstance(part, _Slice) and part.item in in_place.items:
+                flat = values[part.item].reshape(-1)[part.begin : part.end]
+                groups.append(np.ascontiguousarray(flat).view(np.uint8).data)
+                continue
+            size += part.size
+            if not (groups and isinstance(groups[-1], list)):
+                groups.append([])
+            cast("list[_Small | _Slice]", groups[-1]).append(part)
+        if in_place.items:
+            in_place.frames[self] = size, groups
+        return size, groups
 
     def cut(self, values: Sequence[DeviceArray]) -> Iterator[DeviceArray]:
         """Yield what the message carries of the values, in its order; flat, without a copy if they are contiguous."""
@@ -421,6 +424,11 @@ class _Elements:
 
     def take(self, size: int) -> Any:
         """Return the next elements; a view if they are in one frame."""
+        if size and not len(self._left):
+            self._left = self._of(next(self._payloads))
+        if size <= len(self._left):
+            only, self._left = self._left[:size], self._left[size:]
+            return only
         found: list[Any] = []
         while size:
             while not len(self._left):
@@ -428,13 +436,11 @@ class _Elements:
             found.append(self._left[:size])
             self._left = self._left[size:]
             size -= len(found[-1])
-        if len(found) == 1:
-            return found[0]
-        if found and not isinstance(found[0], np.ndarray):
-            whole = found[0].device.empty((sum(map(len, found)),), self._dtype)
-            found[0].device.gather([[each] for each in found], whole)
-            return whole
-        return np.concatenate(found) if found else np.empty(0, self._dtype)
+        if len(found) == 1 or isinstance(found[0], np.ndarray):
+            return found[0] if len(found) == 1 else np.concatenate(found)
+        whole = found[0].device.empty((sum(map(len, found)),), self._dtype)
+        found[0].device.gather([[each] for each in found], whole)
+        return whole
 
     def _of(self, payload: Buffer) -> Any:
         if IN_USE:
@@ -451,6 +457,10 @@ class Route:
     numbers: Array
     """The keys' numbers, int64."""
     portions: list[Portion]
+    in_place: dict[tuple[int, ...], InPlace] = field(default_factory=dict)
+    """Of the last arrays of a call that servers read where they are, by their ids; empty when one of them goes."""
+    watched: Sequence[object] = ()
+    """Weak references to these."""
 
     def __post_init__(self) -> None:
         self.at = run_of(self.numbers)

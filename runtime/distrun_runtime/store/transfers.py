@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -37,7 +39,9 @@ from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import (
     BUCKET_ENTRIES,
     MESSAGE_BYTES,
+    NOTHING_IN_PLACE,
     Buckets,
+    InPlace,
     Portion,
     Route,
     message_limit,
@@ -280,7 +284,7 @@ class Transfers:
             the memory of the values (they acknowledge a push before its round is over).
         """
         route = self._routes(keys).push
-        in_place: frozenset[int] = frozenset()
+        in_place = NOTHING_IN_PLACE
         loaded: list[Loaded] = []
         if keys.has_rows:
             loaded += self._with_rows(keys, values)
@@ -296,11 +300,11 @@ class Transfers:
             in_place = self._in_place(route, arrays)
         loaded += self._load(route, keys, arrays, call.lent, in_place)
         request = self._contribute(what, [self._next(Kind.PUSH, route, loaded)], call)
-        to_release = frozenset() if call.own else in_place
+        to_release = frozenset() if call.own else in_place.items
         return request, lambda: self._release(what, route, to_release)
 
     def _load(
-        self, route: Route, keys: Selection, values: Sequence[Array], lent: bool, in_place: frozenset[int]
+        self, route: Route, keys: Selection, values: Sequence[Array], lent: bool, in_place: InPlace
     ) -> list[Loaded]:
         """Return the messages of a route with their values."""
         loaded: list[Loaded] = []
@@ -323,16 +327,22 @@ class Transfers:
             return None
         return self._link.node.staging(portion.link)
 
-    def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
-        """Return the places of values that servers can read where they are."""
+    def _in_place(self, route: Route, values: Sequence[Array]) -> InPlace:
+        """Return which values servers can read where they are."""
         node = self._link.node
         if not node.has_arrays or not any(node.staging(portion.link) for portion in route.portions):
-            return frozenset()
-        return frozenset(
-            item
-            for item in route.runs
-            if is_on_host(values[item]) and values[item].flags.c_contiguous and node.is_shared(values[item])
-        )
+            return NOTHING_IN_PLACE
+        kept = route.in_place
+        known = kept.get(ids := tuple(map(id, values)))
+        if known is None:
+            here = (item for item in route.runs if is_on_host(values[item]) and values[item].flags.c_contiguous)
+            known = InPlace(frozenset(item for item in here if node.is_shared(values[item])), {})
+            # The same arrays come in every step. What is kept of them must not outlive any of them.
+            kept.clear()
+            route.watched = [weakref.ref(values[at], lambda _: kept.clear()) for at in known.items]
+            if known.items:
+                kept[ids] = known
+        return known
 
     def _release(self, what: str, route: Route, in_place: frozenset[int]) -> None:
         """Have servers copy what they still read in the memory of values, unless their round is over."""
@@ -346,11 +356,8 @@ class Transfers:
         routes = self._routes(keys)
         if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
             return False
-        if keys.size_bytes > MESSAGE_BYTES or not waits:
-            for portion in routes.plain.portions:
-                if not self._link.node.staging(portion.link):
-                    return False
-        return True
+        is_few = waits and keys.size_bytes <= MESSAGE_BYTES
+        return is_few or all(self._link.node.staging(portion.link) for portion in routes.plain.portions)
 
     def pushpull(
         self, what: str, keys: Selection, values: Sequence[Array], call: CallOptions
@@ -363,7 +370,7 @@ class Transfers:
         route = self._routes(keys).plain
         # The answer comes when the round is over: then nothing is read any more. So a lent value needs no release, also
         # if the call waits; of a push that waits only the store's own sums are lent.
-        in_place = self._in_place(route, values) if call.lent else frozenset()
+        in_place = self._in_place(route, values) if call.lent else NOTHING_IN_PLACE
         loaded = self._load(route, keys, values, False, in_place)
         request = self._contribute(what, [self._next(Kind.PUSHPULL, route, loaded)], call)
         return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
@@ -394,7 +401,7 @@ class Transfers:
         parts = [self._next(Kind.PUSHPULL, route, [(portion, (), Payload.NONE) for portion in route.portions])]
         if keys.records:
             push = self._routes(keys).plain
-            parts.append(self._next(Kind.PUSH, push, self._load(push, keys, values, False, frozenset())))
+            parts.append(self._next(Kind.PUSH, push, self._load(push, keys, values, False, NOTHING_IN_PLACE)))
         request, count = self._contribute(what, parts, call), len(route.portions)
         taking = partial(self._taken, route=route, rounds=parts[0].rounds, records=asked.records)
         return request, lambda outs, own, replies: taking(outs, own, replies[:count])
@@ -590,7 +597,7 @@ class Transfers:
                 rounds += 1
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
-        in_place = self._in_place(route, values) if lent and route.runs else frozenset()
+        in_place = self._in_place(route, values) if lent and route.runs else NOTHING_IN_PLACE
         for each in plan.messages:
             if not each.is_at(rounds):
                 return None
@@ -874,11 +881,9 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
             parts[item].append((offset, elements))
     found = []
     for record, its in zip(records, parts, strict=True):
-        pieces = [elements for _, elements in sorted(its, key=lambda part: part[0])]
+        pieces = [elements for _, elements in sorted(its, key=itemgetter(0))]
         whole = pieces[0] if len(pieces) == 1 else stitched(pieces, kept)
-        if whole is None:
-            whole = np.concatenate(pieces)
-        value = whole.reshape(record.shape)
+        value = (np.concatenate(pieces) if whole is None else whole).reshape(record.shape)
         value.flags.writeable = False
         found.append(value)
     return found
@@ -922,11 +927,8 @@ def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shar
 
 def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
     """Return the notes of the rounds that were skipped, by number of the key."""
-    skipped: dict[int, Notes] = {}
-    for reply in replies:
-        for number, notes in reply.body.get("skipped", {}).items():
-            skipped[int(number)] = {int(rank): note for rank, note in notes.items()}
-    return skipped
+    told = [pair for reply in replies for pair in reply.body.get("skipped", {}).items()]
+    return {int(number): {int(rank): note for rank, note in notes.items()} for number, notes in told}
 
 
 def _said(skipped: Mapping[int, Notes]) -> Notes:

@@ -26,6 +26,7 @@ from distrun_runtime.ps.routing import (
     BUCKETS,
     SHARD_BYTES,
     Buckets,
+    InPlace,
     Portion,
     Route,
     cut,
@@ -376,7 +377,7 @@ def test_of_values_in_shared_memory_those_that_stay_are_not_copied() -> None:
     values = random_values(1, shapes, [np.dtype(np.float32)] * 3)
     [portion] = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 3, 1), shapes).portions
     staging: Any = Staging()
-    frames = portion.gather(values, lent=True, staging=staging, in_place={1})
+    frames = portion.gather(values, lent=True, staging=staging, in_place=InPlace(frozenset({1}), {}))
     assert [memoryview(frame).nbytes for frame in frames] == [12, 2 * SHARD_BYTES, 80_000]
     assert [bytes(frame) for frame in frames] == [value.tobytes() for value in values]
     before = [value.tobytes() for value in values]
@@ -384,16 +385,18 @@ def test_of_values_in_shared_memory_those_that_stay_are_not_copied() -> None:
         value[:] = 1
     assert [bytes(frame) for frame in frames] == [before[0], values[1].tobytes(), before[2]]
     [only] = Route.of(shards_of(shapes[1:2], [np.dtype(np.float32)], 1), shapes[1:2]).portions
-    assert [bytes(frame) for frame in only.gather(values[1:2], True, staging, {0})] == [values[1].tobytes()]
+    frames = only.gather(values[1:2], True, staging, InPlace(frozenset({0}), {}))
+    assert [bytes(frame) for frame in frames] == [values[1].tobytes()]
     assert staging.taken == [(20_003,)]
 
 
-@pytest.mark.parametrize("in_place", [set(), {1}])
-def test_values_for_which_there_is_no_shared_memory_left_travel_as_bytes(in_place: set[int]) -> None:
+@pytest.mark.parametrize("places", [(), (1,)])
+def test_values_for_which_there_is_no_shared_memory_left_travel_as_bytes(places: tuple[int, ...]) -> None:
     shapes: list[tuple[int, ...]] = [(3,), (SHARD_BYTES // 2,), (5,)]
     values = random_values(1, shapes, [np.dtype(np.float32)] * 3)
     [portion] = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 3, 1), shapes).portions
     staging = SimpleNamespace(empty=lambda shape, dtype: None)
+    in_place = InPlace(frozenset(places), {})
     frames = portion.gather(values, lent=True, staging=staging, in_place=in_place)  # type: ignore[arg-type]
     assert b"".join(frames) == b"".join(value.tobytes() for value in values)
 

@@ -224,6 +224,30 @@ def test_a_steady_pushpull_uses_the_shared_memory_of_the_one_before(steady: list
         assert sum(one != other for one, other in pairwise(seen)) <= 2 * requests + 4
 
 
+def test_arrays_of_the_stores_that_were_pushed_give_their_memory_back_when_they_are_dropped() -> None:
+    keys, shape, steps = ["a", "b"], (300_000,), 20
+
+    def script(kv: KVStore) -> int:
+        kv.init(keys, [full(0, shape)] * 2)
+        outs, seen = [full(0, shape) for _ in keys], set[int]()
+        for step in range(1, steps + 1):
+            values = [kv.empty(shape) for _ in keys]
+            for value in values:
+                value.fill(step)
+                seen.add(address_of(value))
+            kv.push(keys, values, wait=False).wait()
+            kv.pull(keys, outs)
+            assert all((out == 2 * step).all() for out in outs)
+        return len(seen)
+
+    gc.disable()
+    try:
+        counts = run_job(script, 2, 1, over="direct")
+    finally:
+        gc.enable()
+    assert max(counts) < steps
+
+
 def test_a_push_has_read_an_array_of_the_stores_when_it_returns() -> None:
     def script(kv: KVStore) -> list[float]:
         value, out = kv.empty((300_000,)), full(0, (300_000,))
