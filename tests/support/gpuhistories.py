@@ -404,10 +404,10 @@ def calls_are_planned(machine: Machine) -> None:
         read = device.sum_lists([column(Read, given)], [TensorColumn.of(Write, stored)], sizes, F32)
         caller = borrowing.caller(0, stream.handle)
         keeper.collect()
-        order.begin_after(device.work, caller)
+        order.begin_after([(device.work, caller)])
         read()
         write()
-        keeper.keep_until(order.end_before(device.work, caller), dropped)
+        keeper.keep_until(order.end_before([(device.work, caller)]), dropped)
         del dropped
     found = np.empty(107, F32)
     cuda.copy(HostMemory(address_of(found), 428), out, 428, stream)

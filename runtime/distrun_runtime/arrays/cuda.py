@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, Union
 
 from distrun_runtime.arrays.gpu_programs import Program
+from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class Cuda:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._pid = os.getpid()
+        self._pid = own_pid()
         self._first: CudaError | None = None
         """The sticky error that came first."""
 
@@ -360,7 +360,7 @@ class Cuda:
             StoreClosed: this is a forked child.
             CudaError: the sticky error that came first.
         """
-        if os.getpid() != self._pid:
+        if own_pid() != self._pid:
             raise forked_from(self._pid)
         if self._first is not None:
             raise self._first.again()
@@ -548,7 +548,7 @@ class Cuda:
     def _dropped(self, end: Callable[[int, int], None], device: int, handle: int) -> None:
         # Called by whichever thread drops the last reference, a forked child's too: its copy of the driver's state is
         # of no use, and a call could hang.
-        if os.getpid() == self._pid and self._first is None:
+        if own_pid() == self._pid and self._first is None:
             with contextlib.suppress(DriverError):
                 end(device, handle)
 

@@ -196,13 +196,13 @@ class ListLaunch:
         self._device = device
         self._loaded, self._kernel = device.load(program), kernel
         self._size = sum(sizes)
-        self._reads, self._writes = (
+        # A plan keeps its own.
+        self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
+        reads, writes = (
             tuple(dict.fromkeys(itertools.chain(*(each.uses for each in columns if (each.use is Read) is is_read))))
             for is_read in (True, False)
         )
-        # A plan keeps its own.
-        self._listed = device._list(columns, sizes, is_kept=all(each.uses for each in columns))
-        self._reads += (self._listed.memory.memory.uses,)
+        self._operation = device._order.using(device.work, (*reads, self._listed.memory.memory.uses), writes)
 
     def run(self, scalars: Sequence[np.generic]) -> None:
         """Launch the kernel."""
@@ -210,7 +210,7 @@ class ListLaunch:
         if self._size:
             listed = self._listed
             arguments: list[Argument] = [listed.table, listed.offsets, *scalars, listed.tensors]
-            with device._order.using(device.work, self._reads, self._writes):
+            with self._operation:
                 device._cuda.launch(self._loaded, self._kernel, arguments, self._size, device.work.stream)
 
 

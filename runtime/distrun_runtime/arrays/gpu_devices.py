@@ -106,10 +106,10 @@ class Keeper:
         self._kept[number] = kept
         return number
 
-    def keep_until(self, mark: Mark, owner: object) -> None:
-        """Keep an owner until all work before a mark is over."""
+    def keep_until(self, marks: list[Mark], owner: object) -> None:
+        """Keep an owner until all work before some marks is over."""
         with self._order.locked():
-            self._marked.append(([mark], [self.keep(KeptOwner(owner, Uses()))]))
+            self._marked.append((marks, [self.keep(KeptOwner(owner, Uses()))]))
 
     def collect(self) -> int:
         """Let go of what is not needed any more; return how many owners are left.
@@ -237,12 +237,12 @@ class Borrowing:
     def caller(self, device: int, handle: int) -> StreamQueue:
         """Return the queue of a stream of the program's; the per-thread default stream is that of this thread."""
         place = (device, handle, threading.get_ident() if handle == foreign.PER_THREAD else 0)
-        with self.order.locked():
-            if place not in self._callers:
-                event = self.order.cuda.event(device)
-                # A plain Stream: nothing of ours ends it.
-                self._callers[place] = StreamQueue(Stream(device, handle), event, is_ours=False)
-            return self._callers[place]
+        found = self._callers.get(place)
+        if found is None:
+            # A plain Stream: nothing of ours ends it.
+            made = StreamQueue(Stream(device, handle), self.order.cuda.event(device), is_ours=False)
+            found = self._callers.setdefault(place, made)
+        return found
 
     def _array(self, view: DeviceView | None) -> GpuArray:
         assert view is not None  # the caller has asked `foreign.is_on_gpu`

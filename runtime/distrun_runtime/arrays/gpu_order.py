@@ -151,11 +151,7 @@ class StreamOrdering:
     def mark(self, queue: StreamQueue) -> Mark:
         """Return a mark behind all that a queue was given so far."""
         with self.locked():
-            device = queue.stream.device
-            free = self._events.setdefault(device, [])
-            event = free.pop() if free else self.cuda.event(device)
-            self.cuda.record(event, queue.stream)
-            return Mark(queue, event, {**queue.seen, queue: queue.count})
+            return self._marked(queue)
 
     def marks(self, uses: Iterable[Uses]) -> list[Mark]:
         """Return marks behind all uses of some memory by queues of ours that the host does not know to be over."""
@@ -164,12 +160,15 @@ class StreamOrdering:
             covered = dict(self._known)
             for queue, count in _covering_first(place for each in uses for place in each.before_writing()):
                 if queue.is_ours and covered.get(queue, 0) < count:
-                    found.append(self.mark(queue))
+                    found.append(self._marked(queue))
                     _raise_counts(covered, found[-1].known)
             return found
 
     def is_past(self, mark: Mark) -> bool:
-        """Tell whether all work before a mark is over, and do not wait; if it is, the mark cannot be used again."""
+        """Tell whether all work before a mark is over, and do not wait; if it is, the mark cannot be used again.
+
+        Call it while no other thread gives work (`locked`).
+        """
         if self._is_unknown(mark) and not self.cuda.query(mark.event):
             return False
         self._pass(mark)
@@ -184,7 +183,8 @@ class StreamOrdering:
         self.cuda.check()
         if self._is_unknown(mark):
             self._sleep_until(mark)
-        self._pass(mark)
+        with self.locked():
+            self._pass(mark)
 
     def _sleep_until(self, mark: Mark) -> None:
         if any(self.cuda.query(mark.event) for _ in range(ASKS)):
@@ -221,26 +221,36 @@ class StreamOrdering:
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
 
-    def begin_after(self, queue: StreamQueue, program: StreamQueue) -> None:
-        """Let later operations of a queue wait for all that the program has given a stream of its own so far.
+    def begin_after(self, pairs: Iterable[tuple[StreamQueue, StreamQueue]]) -> None:
+        """Let later operations of each queue wait for all that the program has given a stream of its own so far.
 
-        Call it in the program's thread, if the stream is the per-thread default one.
+        Call it in the program's thread, if a stream is the per-thread default one.
         """
         with self.locked():
-            program.seen.clear()  # as in `note_program_use`
-            program.count += 1
-            self._record(program)
-            self.cuda.wait(queue.stream, program.event)
-            _raise_counts(queue.seen, program.known)
+            for queue, program in pairs:
+                program.seen.clear()  # as in `note_program_use`
+                program.count += 1
+                self._record(program)
+                self.cuda.wait(queue.stream, program.event)
+                _raise_counts(queue.seen, program.known)
 
-    def end_before(self, queue: StreamQueue, program: StreamQueue) -> Mark:
-        """Let what the program gives a stream later wait for all that a queue was given; return a mark behind that."""
+    def end_before(self, pairs: Iterable[tuple[StreamQueue, StreamQueue]]) -> list[Mark]:
+        """Let what the program gives its streams later wait for all that queues were given; return marks behind it."""
         with self.locked():
-            mark = self.mark(queue)
-            self.cuda.wait(program.stream, mark.event)
-            _raise_counts(program.seen, mark.known)
-            program.seen.pop(program, None)
-            return mark
+            marks = []
+            for queue, program in pairs:
+                marks.append(mark := self._marked(queue))
+                self.cuda.wait(program.stream, mark.event)
+                _raise_counts(program.seen, mark.known)
+                program.seen.pop(program, None)
+            return marks
+
+    def _marked(self, queue: StreamQueue) -> Mark:
+        device = queue.stream.device
+        free = self._events.setdefault(device, [])
+        event = free.pop() if free else self.cuda.event(device)
+        self.cuda.record(event, queue.stream)
+        return Mark(queue, event, {**queue.seen, queue: queue.count})
 
     def _record(self, queue: StreamQueue) -> None:
         self.cuda.record(queue.event, queue.stream)
@@ -251,9 +261,8 @@ class StreamOrdering:
 
     def _pass(self, mark: Mark) -> None:
         """Take note that the host knows the work before a mark to be over."""
-        with self.locked():
-            _raise_counts(self._known, mark.known)
-            self._events[mark.event.device].append(mark.event)
+        _raise_counts(self._known, mark.known)
+        self._events[mark.event.device].append(mark.event)
 
 
 class _Sleeper:

@@ -35,6 +35,7 @@ from distrun_runtime.errors import KVError
 
 PLANS = 64
 """So many a store keeps; of more the least recently used goes."""
+_LISTS = {list, tuple}
 _REFUSALS = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
 """What an array raises that does not tell where it is."""
 
@@ -93,15 +94,13 @@ class _Library:
 
     name: str
     address: Reader
-    shape: Reader
-    dtype: Reader
     device: Reader
     is_contiguous: Reader
     is_negative: Reader
     """Whether the numbers are the negatives of those in the memory."""
 
 
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_DTYPE = operator.attrgetter("dtype")
 
 
 def _library(kind: type) -> _Library | None:
@@ -111,10 +110,10 @@ def _library(kind: type) -> _Library | None:
         # A parameter is a tensor with a class of its own: lists may have both. A function of the class is called twice
         # as fast as one that is looked up for each tensor.
         plain: Any = torch.Tensor if kind.__module__.startswith("torch.") else kind
-        return _Library("torch", plain.data_ptr, _SHAPE, _DTYPE, plain.get_device, plain.is_contiguous, plain.is_neg)
+        return _Library("torch", plain.data_ptr, plain.get_device, plain.is_contiguous, plain.is_neg)
     if cupy is not None and kind is cupy.ndarray and not cupy.cuda.runtime.is_hip:
         address, device, order = map(operator.attrgetter, ("data.ptr", "device.id", "flags.c_contiguous"))
-        return _Library("cupy", address, _SHAPE, _DTYPE, device, order, lambda _: False)
+        return _Library("cupy", address, device, order, lambda _: False)
     return None
 
 
@@ -122,7 +121,7 @@ class _Given(NamedTuple):
     """What a call was given for a list of keys."""
 
     arrays: Sequence[Any]
-    """Key after key."""
+    """The first array of each key, then the second ones."""
     of_each: int
     """Arrays of each key."""
     library: _Library
@@ -149,8 +148,8 @@ class _GivenLayout(NamedTuple):
         """Tell whether the arrays are so."""
         arrays, library = given.arrays, given.library
         return (
-            list(map(library.shape, arrays)) == self.shapes
-            and _are(map(library.dtype, arrays), self.dtypes, self.kinds)
+            [each.shape for each in arrays] == self.shapes
+            and _are(map(_DTYPE, arrays), self.dtypes, self.kinds)
             and _are(map(library.device, arrays), self.places, self.devices)
             and all(map(library.is_contiguous, arrays))
             and not (self.singles and any(library.is_negative(arrays[number]) for number in self.singles))
@@ -175,7 +174,7 @@ class Plans:
     def __init__(self, gpus: Gpus) -> None:
         self._gpu = cache(gpus.get)
         self._order, self._borrowing = gpus.order, gpus.borrowing
-        self._libraries: dict[type, _Library | None] = {}
+        self._library: Callable[[type], _Library | None] = cache(_library)
         self._plans: dict[Hashable, _KeptPlan] = {}
         self._calls = 0
 
@@ -234,13 +233,11 @@ class Plans:
         plan.used = self._calls = self._calls + 1
         keeper = self._borrowing.keeper
         keeper.collect()
-        for queue, caller in now:
-            self._order.begin_after(queue, caller)
+        self._order.begin_after(now)
         try:
             plan.work.run(scale)
         finally:
-            for queue, caller in now:
-                keeper.keep_until(self._order.end_before(queue, caller), [each.arrays for each in found])
+            keeper.keep_until(self._order.end_before(now), [each.arrays for each in found])
         return partial(self._let_follow, streams)
 
     def _streams(self, library: str, devices: Iterable[int]) -> list[tuple[StreamQueue, StreamQueue]]:
@@ -256,19 +253,14 @@ class Plans:
 
     def _given(self, keys: KeyShapes, some: Sequence[Any]) -> _Given | None:
         of_each, arrays = 1, tuple(some)  # not the program's list, which it may change
-        if len(arrays) != len(keys.shapes):
+        if not arrays or len(arrays) != len(keys.shapes):
             return None
-        if set(map(type, arrays)) <= {list, tuple}:
-            of_each = len(arrays[0]) if arrays else 0
-            if set(map(len, arrays)) != {of_each}:
+        if type(arrays[0]) in _LISTS:
+            columns = tuple(zip(*arrays, strict=True)) if set(map(type, arrays)) <= _LISTS else ()
+            of_each, arrays = len(columns), tuple(chain.from_iterable(columns))
+            if not arrays:
                 return None
-            arrays = tuple(chain.from_iterable(arrays))
-        if not arrays:
-            return None
-        kind = type(arrays[0])
-        if kind not in self._libraries:
-            self._libraries[kind] = _library(kind)
-        library = self._libraries[kind]
+        library = self._library(type(arrays[0]))
         return None if library is None else _Given(arrays, of_each, library, tuple(map(library.address, arrays)))
 
     # New ones
@@ -284,8 +276,8 @@ class Plans:
         for number, (layout, given) in enumerate(zip(layouts, found, strict=True)):
             columns, use = (parts, Read) if has_parts and not number else (outs, Write)
             gpus = list(map(self._gpu, layout.places))
-            for first in range(given.of_each):  # first the first array of each key, then the second ones
-                one = slice(first, None, given.of_each)
+            for first in range(0, len(gpus), len(nbytes)):
+                one = slice(first, first + len(nbytes))
                 columns.append(PlacedColumn(TensorColumn(use, given.addresses[one], nbytes), gpus[one]))
         return CallArrays(parts, outs, _are_apart([*parts, *outs])) if _are_apart(outs) else None
 
@@ -301,10 +293,9 @@ class Plans:
 def _layout_of(keys: KeyShapes, given: _Given) -> _GivenLayout | None:
     """Return the layout of arrays, which have it; None: these do not fit the keys, or are not on GPUs."""
     arrays, library = given.arrays, given.library
-    shapes = [shape for shape in keys.shapes for _ in range(given.of_each)]
-    kinds = [kind for kind in keys.dtypes for _ in range(given.of_each)]
+    shapes, kinds = [*keys.shapes] * given.of_each, [*keys.dtypes] * given.of_each
     sizes = list(map(math.prod, shapes))
-    dtypes = list(map(library.dtype, arrays))
+    dtypes = list(map(_DTYPE, arrays))
     if 0 in sizes or list(map(foreign.dtype_met, dtypes)) != kinds:
         return None
     if library.name == "torch" and {array.device.type for array in arrays} != {"cuda"}:

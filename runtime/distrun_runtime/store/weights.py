@@ -527,12 +527,14 @@ class _PlannedSteps:
 
     def is_valid(self) -> bool:
         """Tell whether all values have had equally many updates since the last step."""
-        ahead = self._values.steps[self._shards] - self._updates
+        steps = self._values.steps[self._shards]
+        if (steps == self._updates).all():
+            return True
+        ahead = steps - self._updates  # by other calls of the same keys
         if (ahead != ahead[0]).any():
             return False
-        if ahead[0]:  # steps of other calls of the same keys
-            self._steps.skip(int(ahead[0]))
-            self._updates += ahead
+        self._steps.skip(int(ahead[0]))
+        self._updates = steps
         return True
 
     def make(self) -> None:
