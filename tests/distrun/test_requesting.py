@@ -43,7 +43,7 @@ def test_all_mistakes_of_a_request_are_told_at_once() -> None:
         Request(["true"], wrokers=2, timeout="soon", worker={"core": 1})
     assert str(caught.value).splitlines() == [
         "Request: unknown key 'wrokers': did you mean workers?",
-        'Request: timeout: expected a number of seconds, found "soon"',
+        'Request: timeout: expected a number of seconds without quotes, found "soon"',
         "Request: unknown key 'core' in [worker]: did you mean cores?",
     ]
 

@@ -213,6 +213,11 @@ _JAX = (
 _PYTHON = (
     _gives("PYTHONUNBUFFERED", "1, unless you set it: lines appear when they are printed.", stale=False),
     _gives("PYTHONPATH", "The bundled runtime is put in front of your value.", stale=False),
+    _gives(
+        "GLIBC_TUNABLES",
+        "Workers with bundled servers, unless you set it: copies of 1 MiB and more skip the caches. Empty: off.",
+        stale=False,
+    ),
 )
 # Tuning: the seeds' names.
 _TUNING = (
@@ -298,11 +303,6 @@ _TUNING = (
         default=0,
     ),
     _reads("OMP_NUM_THREADS", "The most threads that DISTRUN_COPY_THREADS=0 stands for.", default=""),
-    _gives(
-        "GLIBC_TUNABLES",
-        "Workers with bundled servers, unless you set it: copies of 1 MiB and more skip the caches. Empty: off.",
-        stale=False,
-    ),
     _reads(
         "DISTRUN_HOST_SUMS",
         "0: workers of one host do not add what they push before it leaves the host.",
