@@ -87,11 +87,18 @@ def test_without_cupy_no_gpu_is_in_use_whatever_torch_does(monkeypatch: pytest.M
     assert devices.in_use() == []
 
 
-def test_in_a_forked_child_no_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_forked_child_no_gpu_is_in_use() -> None:
     with gpus_of_process(Machine(1)) as machine:
-        machine.gpus.get(0)
-        monkeypatch.setattr(cupy_driver, "_opener", [os.getppid()])
-        assert devices.in_use() == []
+        gpu = machine.gpus.get(0)
+        assert devices.in_use() == [gpu]
+        child = os.fork()
+        if not child:
+            found: object = None
+            try:
+                found = devices.in_use()
+            finally:
+                os._exit(0 if found == [] else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_gpu_that_has_failed_is_told_to_whoever_asks_for_those_in_use() -> None:
