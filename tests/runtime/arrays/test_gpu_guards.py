@@ -160,7 +160,7 @@ def sites() -> list[tuple[str, str, int]]:
         *(("_sums", "reads", place) for place in (0, 1, -1)),
         *(("_sum_mixed", "reads", place) for place in (0, 1, 2)),
         *(("_sums", "writes", 0), ("_sum_mixed", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
-        *(("run", kind, place) for kind in KINDS for place in (0, 1, 2, -1)),
+        *(("__init__", kind, place) for kind in KINDS for place in (0, 1, 2, -1)),
         *((function, kind, 0) for function in ("_encode", "_decode", "top_decode") for kind in KINDS),
         *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_search") for kind in KINDS),
         *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),
