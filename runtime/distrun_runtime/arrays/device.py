@@ -482,17 +482,15 @@ def gpus() -> Gpus:
         KVError: cupy, a driver or a GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
-    if not _gpus:
-        from distrun_runtime.arrays import cupy_driver  # most processes use no GPU
-        from distrun_runtime.arrays.gpu_devices import Gpus
+    from distrun_runtime.arrays import cupy_driver  # most processes use no GPU
+    from distrun_runtime.arrays.gpu_devices import Gpus
 
-        cuda = cupy_driver.of_process()
-        with _lock:
-            if not _gpus:
-                wait_s = environ.read("DISTRUN_OP_TIMEOUT") * WAIT_OF_CALL
-                has_peers = environ.read("MXNET_ENABLE_GPU_P2P")
-                _gpus.append(Gpus(cuda, wait_s=wait_s, has_peers=has_peers, blocks=BLOCKS))
-    _gpus[0].order.cuda.check()
+    opened = cupy_driver.of_process()
+    with _lock:
+        if not _gpus:
+            wait_s = environ.read("DISTRUN_OP_TIMEOUT") * WAIT_OF_CALL
+            has_peers = environ.read("MXNET_ENABLE_GPU_P2P")
+            _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=has_peers, blocks=BLOCKS))
     return _gpus[0]
 
 
