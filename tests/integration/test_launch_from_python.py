@@ -97,7 +97,7 @@ def test_leaving_the_block_of_a_job_stops_it_unless_it_is_detached(jobs: Jobs) -
         raise RuntimeError("mine")
     assert attached.is_over
     with jobs.launch(Request(**sleeping, detach=True)) as detached:  # type: ignore[arg-type]
-        assert detached.state == "running"
-    assert detached.state == "running"
+        assert detached.state in ("starting", "running")
+    assert detached.state in ("starting", "running")
     with jobs.get(detached.id):
         detached.stop()
