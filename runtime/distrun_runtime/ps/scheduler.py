@@ -553,8 +553,8 @@ class Scheduler:
             *self._finish_when_done(),
         ]
 
-    def _lost_by_server(self, message: Message) -> list[role.Action]:
-        """A server has lost its connection to another one, which may live, or may have died or left before."""
+    def _lost_by_other(self, message: Message) -> list[role.Action]:
+        """A node has lost its connection to a server, which may live, or may have died or left before."""
         who = str(message.body["who"])
         lost = [server for server in self._roster.alive("server") if server.who.name == who]
         return [action for server in lost for action in self._lose(server, str(message.body["reason"]))]
@@ -631,8 +631,8 @@ class Scheduler:
             case Kind.ABORT:
                 reason = f"{member.who} failed: {message.body.get('reason', 'no reason given')}"
                 return [role.Send(link, answer(message)), *self._lose(member, reason)]
-            case Kind.LOST if member.who.role == "server":
-                return self._lost_by_server(message)
+            case Kind.LOST:
+                return self._lost_by_other(message)
             case kind if member.who.role != "worker":
                 return [role.Log("WARNING", f"{member.who} sent {kind.name}, which only workers send")]
             case _ if member.who.rank not in (members := self._calls.members_of(message)):

@@ -336,7 +336,7 @@ class Worker:
             case Kind.LOST if is_order or (
                 link in self._outboxes and message.body.get("who") in (link, role.SCHEDULER_LINK)
             ):
-                return self._lose(str(message.body["who"]), str(message.body["reason"]))
+                return self._lose(str(message.body["who"]), str(message.body["reason"]), is_told=is_order)
             case Kind.BYE | Kind.ABORT if message.is_reply and self._goodbye is not None:
                 return self._gone()
             case Kind.WAITING:
@@ -410,8 +410,13 @@ class Worker:
         assert self._goodbye is not None
         return [role.Resolve(self._goodbye.request), role.Finish(0)]
 
-    def _lose(self, who: str, reason: str) -> list[role.Action]:
-        """A node is lost: fail what cannot do without it. Of a worker, that is what is about a store that it shares."""
+    def _lose(self, who: str, reason: str, *, is_told: bool = False) -> list[role.Action]:
+        """A node is lost: fail what cannot do without it. Of a worker, that is what is about a store that it shares.
+
+        Arguments:
+            is_told: the scheduler has said so. Else it is told: this worker may end before the scheduler sees the end of
+                a server, and would be taken for the first that is lost.
+        """
         self.dead.add(who)
         error, rank = because_of(PeerLost(reason), who), role.worker_rank(who)
         lost = [each for each in self._memberships or {None} if self._lost_to(each) is None]
@@ -424,10 +429,13 @@ class Worker:
             failed = self._end(known, rank)
         if not lost:
             return [*failed]
-        told = role.Publish({"lost_peer": who, "message": reason})
+        told: list[role.Action] = [role.Publish({"lost_peer": who, "message": reason})]
+        if not is_told and who != role.SCHEDULER_LINK:
+            body = {"who": who, "reason": f"{reason} (seen by {self.me.name})"}
+            told.append(role.Send(role.SCHEDULER_LINK, Message(Kind.LOST, body=body)))
         # Under an agent the error that ends the script says it, in one line.
         level = "INFO" if self._config.stays else "ERROR"
-        return [told, role.Log(level, reason), *failed]
+        return [*told, role.Log(level, reason), *failed]
 
     def _lost_to(self, members: Membership | None) -> RuntimeFault | None:
         """Return why no request about a store is answered any more; None: it is."""

@@ -536,7 +536,19 @@ def test_a_server_that_lost_another_one_is_believed_unless_that_one_has_left() -
     assert job.hear("s2", Kind.LOST, who="server-0", reason=reason) == [], "it is known"
     job.hear("s2", Kind.BYE)
     assert job.hear("s1", Kind.LOST, who="server-2", reason=reason) == []
-    assert to(job.hear("w0", Kind.LOST, who="server-1", reason=reason)) == [("w0", "LOST!")], "only servers say it"
+
+
+def test_a_server_that_a_worker_has_lost_is_lost_even_if_that_worker_is_gone_before_the_scheduler_sees_it() -> None:
+    job = Job(servers=2)
+    reason = "server-1@d1 (pid 1) is lost: its connection closed (seen by worker-0)"
+    actions = job.hear("w0", Kind.LOST, who="server-1", reason=reason)
+    assert to(actions) == [(link, "LOST") for link in ("s0", "w0", "w1")]
+    assert sends(actions)[0][1].body == {"who": "server-1", "host": "d1", "reason": reason}
+    actions = job.scheduler.handle(role.Broken("w0", "its connection closed"), 1)
+    assert [action.level for action in actions if isinstance(action, role.Log)] == ["INFO"], "it comes of the first"
+    [(_, sent)] = sends(job.hear("w1", Kind.BARRIER, number=1))
+    assert sent.body["who"] == "server-1"
+    assert job.hear("w1", Kind.LOST, who="worker-0", reason="x") == [], "of workers only the scheduler judges"
 
 
 def test_after_a_loss_calls_are_refused_and_nobody_may_join(job: Job) -> None:

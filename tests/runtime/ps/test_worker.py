@@ -361,6 +361,23 @@ def test_a_broken_connection_is_a_loss_that_names_who_was_there(rig: Rig, link: 
     assert rig.broken("server-0") == [], "the first loss is the one that counts"
 
 
+def test_the_scheduler_is_told_of_a_lost_server_as_this_worker_may_end_first(rig: Rig) -> None:
+    [(link, message)] = sends(rig.broken("server-1"))
+    assert (link, message.kind, message.body["who"]) == ("scheduler", Kind.LOST, "server-1")
+    reason = message.body["reason"]
+    assert reason == "server-1@d1 (pid 5, tcp://10.0.0.1:1) is lost: its connection closed (seen by worker-1)"
+    rig = Rig()
+    failed = Message(Kind.LOST, body={"who": "server-0", "reason": "server-0@d0 failed: its GPU"})
+    [(_, message)] = sends(rig.hear("server-0", failed))
+    assert message.body == {"who": "server-0", "reason": "server-0@d0 failed: its GPU (seen by worker-1)"}
+
+
+def test_what_the_scheduler_says_or_what_is_said_of_it_is_not_told_to_it() -> None:
+    for link, who in (("scheduler", "server-0"), ("server-0", "scheduler")):
+        assert sends(Rig().hear(link, Message(Kind.LOST, body={"who": who, "reason": "x"}))) == []
+    assert sends(Rig().broken("scheduler")) == []
+
+
 def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
     assert Rig().broken("in:ff") == []
 
