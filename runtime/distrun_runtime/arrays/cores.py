@@ -7,6 +7,7 @@ the cores, so that processes of one role on a host do not take cores from each o
 
 * `Threads`: so many threads, for work of at least so many bytes.
 * `copy_all`: copies many arrays.
+* `give_way`: lets other threads run before long work.
 * `touch`: maps pages before they are needed.
 """
 
@@ -39,6 +40,8 @@ UNIT = 1 << 12
 """Elements: pieces are multiples, so that no two threads write one line of the cache or one page."""
 READ_AROUND = 16
 """Linux maps so many pages that exist around one that is read (fault_around_bytes, default: 64 KiB)."""
+LONG_BYTES = 1024 * 1024
+"""Work on so many bytes takes longer than to ask the kernel for another thread."""
 LIMIT_S = 600.0
 """How long pieces may take that other threads have begun."""
 
@@ -295,6 +298,16 @@ def copy_all(pairs: Sequence[tuple[Array, Array]]) -> None:
         target[run] = source[run]
 
     SHARED.share([source.size for source, _ in pairs], work, pairs[0][0].itemsize)
+
+
+def give_way(nbytes: int) -> None:
+    """Let what waits for this core run first, before work on so many bytes.
+
+    Who has just woken this thread may wait for the core with more to say, to others whose cores have nothing to do. The
+    kernel moves it to one of these only milliseconds later.
+    """
+    if nbytes >= LONG_BYTES and hasattr(os, "sched_yield"):
+        os.sched_yield()
 
 
 def touch(memory: Array, *, is_written: bool) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
+from distrun_runtime.arrays.cores import give_way
 from distrun_runtime.arrays.device import CpuDevice, Device, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
@@ -196,6 +197,8 @@ class WorkEngine:
             is_last: the round is complete with what is given.
         """
         self._give_back()
+        if is_last:
+            give_way(of.size)
         began, is_much = time.monotonic(), of.size > self._much_bytes
         if is_much:
             times = SHARED if is_shared(frame) else PLAIN if values.rule is None else 1

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.cores import SHARED, copy_all
+from distrun_runtime.arrays.cores import SHARED, copy_all, give_way
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, readable
@@ -337,6 +337,7 @@ class Portion:
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
+        give_way(self.size * self.dtype.itemsize)
         if self._only is not None and len(payloads) == 1:
             item, shape = self._only
             payload = readable(payloads[0]) if IN_USE else payloads[0]

@@ -225,6 +225,17 @@ def test_a_forked_child_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert is_copied()
 
 
+def test_long_work_lets_who_waits_for_its_core_run_first_and_short_work_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[int]()
+    monkeypatch.setattr(os, "sched_yield", lambda: given.append(1))
+    cores.give_way(cores.LONG_BYTES - 1)
+    assert not given
+    cores.give_way(cores.LONG_BYTES)
+    assert given == [1]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_touched_memory_costs_no_page_faults_when_it_is_used(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "SHARED", Threads(count))
