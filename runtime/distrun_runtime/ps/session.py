@@ -473,7 +473,9 @@ class NodeSession:
         assert self._paths is not None
         assert self._direct is not None
         links, until = exchange.links, time.monotonic() + ANSWER_S
-        while self._direct.wait(max(until - time.monotonic(), 0.0)):
+        # Servers need the cores for what is large.
+        looks = exchange.sends[0].is_small
+        while self._direct.wait(max(until - time.monotonic(), 0.0), looks=looks):
             came = self._paths.inbox(links[0])
             for link in links[1:]:
                 more = self._paths.inbox(link)

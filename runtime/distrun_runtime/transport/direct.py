@@ -386,16 +386,21 @@ class TurnLock:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
 
-    def wait(self, poller: select.poll, timeout_s: float) -> list[tuple[int, int]]:
-        """Wait for news of descriptors, for the owner; return none if another thread wants the turn, or has had it."""
+    def wait(self, poller: select.poll, timeout_s: float, *, looks: bool = True) -> list[tuple[int, int]]:
+        """Wait for news of descriptors, for the owner; return none if another thread wants the turn, or has had it.
+
+        Arguments:
+            looks: as for `DirectTransport.wait`.
+        """
         owner, self.is_waiting, news = self.owner, True, list[tuple[int, int]]()
         try:
             end = (begin := time.monotonic()) + min(self._looking.time_s, timeout_s)
-            while not news and time.monotonic() < end:
+            while looks and not news and time.monotonic() < end:
                 os.sched_yield()  # The process that is to answer may need this core.
                 news = poller.poll(0)
             news = news or poller.poll(timeout_s * 1000)
-            self._looking.learn(time.monotonic() - begin)
+            if looks:
+                self._looking.learn(time.monotonic() - begin)
         finally:
             self.is_waiting = False
             if self.owner != owner:
@@ -632,10 +637,13 @@ class DirectTransport:
         stream = self._open[link]
         return None if stream.end else stream.received[0]
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, *, looks: bool = True) -> bool:
         """Wait until something has come on the links that were taken, and take it in; send what was queued.
 
         Return whether to go on: something has come, and no other thread wants the turn.
+
+        Arguments:
+            looks: it may come soon, so that it is worth to look before the thread sleeps.
         """
         assert self._turn is not None
         links, sends = self._taken, not self.has_sent(self._taken)
@@ -646,7 +654,7 @@ class DirectTransport:
             poller.register(self._turn.fd, select.POLLIN)
             for link in links:
                 poller.register(self._open[link].fd, select.POLLIN | select.POLLOUT * bool(self._open[link].out))
-        news = self._turn.wait(poller, timeout_s)
+        news = self._turn.wait(poller, timeout_s, looks=looks)
         if news and not sends:
             self._pollers[links] = poller
         for fd, mask in news:

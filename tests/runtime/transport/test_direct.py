@@ -792,6 +792,18 @@ def test_a_thread_that_looks_finds_what_comes(looks: tuple[Pair, TurnLock]) -> N
     timer.join()
 
 
+def test_a_thread_does_not_look_for_the_answer_to_a_large_call_nor_learn_from_it(
+    looks: tuple[Pair, TurnLock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers need its core meanwhile."""
+    one, turn = looks
+    monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it looked"))
+    one.acceptor.send(one.link, [b"answer", b""])
+    assert one.opener.wait(DEADLINE_S, looks=False)
+    assert one.opener.inbox("server-0") == [[b"answer", b""]]
+    assert turn._looking.time_s == 10 * DEADLINE_S
+
+
 def test_a_thread_that_looks_ends_at_the_deadline(looks: tuple[Pair, TurnLock]) -> None:
     assert not looks[0].opener.wait(0.02)
 
