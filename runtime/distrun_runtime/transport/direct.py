@@ -252,7 +252,8 @@ class _DirectStream:
             if long is not None:
                 if (whole := long.whole()) is not None:
                     self.received = [*messages, whole], b"", [], None
-                elif not long.counts[-1]:
+                    return  # It can be worked on while more comes.
+                if not long.counts[-1]:
                     self.end = "its connection closed"
                 elif long.counts[-1] < CHUNK_BYTES:
                     return
