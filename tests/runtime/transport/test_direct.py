@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -110,6 +111,32 @@ def test_all_messages_travel_by_stream_once_both_have_agreed(
     assert (request.link, frames_of(request)) == (one.link, [b"request", b"", b"x" * 300_000])
     assert (answer.link, frames_of(answer)) == ("server-0", [b"answer", b""])
     assert not by_zeromq
+
+
+@given(st.lists(st.integers(0, 3 * direct.TOLD_BYTES), min_size=1, max_size=6), st.data())
+@settings(max_examples=40, deadline=None)
+def test_messages_over_tcp_that_come_in_pieces_of_any_size_are_not_waited_for_in_vain(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """What is waited for at once is never more than what the sender still has to send."""
+    with closed_at_the_end(Pair) as make:
+        one = make(BY_TCP)
+        one.agree()
+        sent = [[b"request %d" % number, b"", b"x" * size] for number, size in enumerate(sizes)]
+        whole = b"".join(bytes(part) for frames in sent for part in (_table(frames), *frames))
+        connection, at, came = one.opener._streams["server-0"].connection, 0, list[Event]()
+        while at < len(whole):
+            with contextlib.suppress(BlockingIOError):
+                at += connection.send(whole[at : at + data.draw(st.integers(1, 2 * direct.TOLD_BYTES))])
+            came += one.acceptor.poll(0)
+        while len(came) < len(sent):
+            came += (more := one.acceptor.poll(DEADLINE_S))
+            assert more, "it waited in vain"
+        assert [frames_of(event) for event in came if isinstance(event, Arrived)] == sent
+
+
+def _table(frames: list[bytes]) -> bytes:
+    return direct._table_of(tuple(map(len, frames)))[0]
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
