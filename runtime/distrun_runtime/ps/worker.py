@@ -414,8 +414,8 @@ class Worker:
         """A node is lost: fail what cannot do without it. Of a worker, that is what is about a store that it shares.
 
         Arguments:
-            is_told: the scheduler has said so. Else it is told: this worker may end before the scheduler sees the end of
-                a server, and would be taken for the first that is lost.
+            is_told: the scheduler has said so. Else it is told: this worker may end before the scheduler sees the
+                server's end, and would be taken for the first that is lost.
         """
         self.dead.add(who)
         error, rank = because_of(PeerLost(reason), who), role.worker_rank(who)
