@@ -68,6 +68,8 @@ _CLEARER = {
     "Cannot overwrite a value": "this key is already above",
     "Illegal character '\\n'": "expected a quote before the end of the line",
     "Unclosed array": "expected a comma or ]",
+    "Expected '=' after a key in a key/value pair": "expected KEY = VALUE",
+    "Expected newline or end of document after a statement": "expected the end of the line after the value",
 }
 """What the parser says, in other words."""
 
@@ -380,7 +382,8 @@ class _TableReader:
 
 
 def _tables_of(name: str) -> list[tuple[str, ...]]:
-    """Return the tables that have an option of that name; it may be that of the command line."""
+    """Return the tables that have an option of that name; it may be that of the command line, or have `_` for `-`."""
+    name = name.replace("_", "-")
     found = [path[:-1] for path, row in _KEYS.items() if name == path[-1] or f"--{name}" in row.name.split("/")]
     return [*found, *(path[:-1] for path in _COMMANDS if name == path[-1])]
 
@@ -423,6 +426,8 @@ def _unknown(path: tuple[str, ...], is_table: bool) -> str:
         near = difflib.get_close_matches(key, [*known, *options], n=1)
         meant = (known.get(near[0]) or options[near[0]].path) if near else None
     wrong = f"unknown key {path[-1]!r}" + (f" in [{table[0]}]" if table else "")
+    if meant is None and re.fullmatch("[A-Z][A-Z0-9_]*", path[-1]):
+        return f"{wrong}: variables are below [{'.'.join((*table, 'env'))}]"
     if meant in (None, path):  # A profile has no profiles.
         return wrong
     place = "" if meant[:-1] == table else f" in [{meant[0]}]" if meant[:-1] else ", above all tables"

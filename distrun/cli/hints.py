@@ -116,7 +116,11 @@ def missing(err: click.MissingParameter) -> str:
     found = list(behind(command, ctx.command.params))
     if not any(each.name in param.opts for each in found):
         file = parsed.get("file")
-        return f"{param.opts[0]} N, or {param.name} = N above all tables of {file}" if isinstance(file, str) else ""
+        if isinstance(file, str):
+            return f"{param.opts[0]} N, or {param.name} = N above all tables of {file}"
+        if command and command[0].endswith(".toml"):
+            return f"for a job file, type distrun launch -f {formats.quote(command[0])}"
+        return f"{param.opts[0]} N, the number of workers"
     # Behind a quoted command everything is distrun's; else what is not missing may be the script's own.
     script = _script(command)
     ours = [

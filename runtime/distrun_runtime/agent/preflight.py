@@ -395,7 +395,10 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
             shown = re.sub("(?s)=.*", "=...", plan.program)  # the value of an assignment may be a secret
             text = f"there is no program {shown} on {share.host}{in_no_folder(plan.program)}{why}"
             brings = "install it there, give its path, or put its folder on PATH by --activate"
-            fix = "" if "=" in shown else near(shown, paths) or brings
+            is_script = "/" not in shown and shown.endswith(
+                (".py", ".sh")
+            )  # as a rule of the job's folder, not of PATH
+            fix = "" if "=" in shown else near(shown, () if is_script else paths) or brings
             raise PreflightFailure(facts.PROGRAM, text, fix)
         script = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script))
         why = _why_absent([script], plan, sync) if plan.script else None

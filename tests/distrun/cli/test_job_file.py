@@ -159,10 +159,19 @@ def test_a_mistake_that_was_typed_has_no_place_in_the_job_file(job: Distrun) -> 
     assert done.stderr.decode().startswith("distrun: error: --queue is for engines, and --launcher local is none\n")
 
 
-def test_a_number_of_workers_that_is_missing_may_be_added_to_the_job_file(distrun: Distrun) -> None:
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("-f", "job.toml"), "-n N, or workers = N above all tables of job.toml"),
+        (("job.toml",), "for a job file, type distrun launch -f job.toml"),
+        (("true",), "-n N, the number of workers"),
+    ],
+)
+def test_a_number_of_workers_that_is_missing_is_answered_with_what_to_type(
+    distrun: Distrun, words: tuple[str, ...], hint: str
+) -> None:
     (distrun.work / "job.toml").write_text("command = ['true']\n")
-    done = distrun.answer("launch", "-f", "job.toml")
-    assert "distrun: hint: -n N, or workers = N above all tables of job.toml\n" in done.stderr.decode()
+    assert f"distrun: hint: {hint}\n" in distrun.answer("launch", *words).stderr.decode()
 
 
 def test_variables_of_a_task_are_no_options_of_a_launch_in_it(distrun: Distrun) -> None:
