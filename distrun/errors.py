@@ -17,6 +17,9 @@ and `hint` (what to type next) below it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from distrun_runtime.contract import facts
 
 
@@ -52,6 +55,8 @@ class HostsError(PlacedError):
     """Hosts cannot be read or understood."""
 
     what = "the hosts given"
+    findings: Sequence[Any] = ()
+    """The errors one by one (`grammar.Finding`), if they are known."""
 
 
 class PreflightError(DistrunError):

@@ -24,13 +24,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distrun.errors import PlacedError, UsageError
+from distrun.errors import HostsError, PlacedError, UsageError
 from distrun.formats import exact
-from distrun.hosts.grammar import Finding
+from distrun.hosts.grammar import Finding, error_of
 from distrun.options import (
     BY_KEY,
     COUNT,
@@ -42,6 +42,7 @@ from distrun.options import (
     SWITCH,
     TIMES,
     WORDS,
+    Layer,
     Option,
     Sourced,
     user_path,
@@ -58,6 +59,8 @@ TOOL = ("tool", "distrun")
 """The table of a pyproject.toml."""
 
 _KEYS = {row.path: row for row in ROWS if not row.typed_only}
+_COMMANDS = (("command",), ("run",))
+_TYPED = {name: row for row in ROWS for name in (row.name, *row.name.split("/"))}
 _SOUGHT = "distrun-sought-key"
 _BARE = r"[A-Za-z0-9_-]+"
 _CLEARER = {
@@ -65,6 +68,8 @@ _CLEARER = {
     "Cannot overwrite a value": "this key is already above",
     "Illegal character '\\n'": "expected a quote before the end of the line",
     "Unclosed array": "expected a comma or ]",
+    "Expected '=' after a key in a key/value pair": "expected KEY = VALUE",
+    "Expected newline or end of document after a statement": "expected the end of the line after the value",
 }
 """What the parser says, in other words."""
 
@@ -114,6 +119,29 @@ def load(
     except (OSError, ValueError) as err:
         raise UsageError(f"cannot read {path}: {getattr(err, 'strerror', None) or err}") from err
     return parse(text, str(path), path.absolute().parent, below, engines)
+
+
+def layers(file: str | os.PathLike[str], profile: str, others: Sequence[JobFile] = ()) -> list[Layer]:
+    """Return what a job file and other files give, the best first; a profile is better than the rest of its file.
+
+    Arguments:
+        file: the job file; empty: there is none.
+        profile: the name of a profile, which at least one file has; empty: none is wanted.
+
+    Raises:
+        UsageError: the job file cannot be read or understood, or there is no such profile.
+    """
+    mine = [load(Path(file))] if file else []
+    names = {name for each in (*mine, *others) for name in each.profiles}
+    if profile and profile not in names:
+        known = f"the files have {', '.join(sorted(names))}" if names else "no file has any"
+        hint = f"name one of these, or add a table [profile.{profile}]"
+        raise UsageError(f"--profile: there is no profile {profile!r}; {known}", hint)
+    return [
+        layer
+        for files in (mine, others)
+        for layer in (*(each.profiles.get(profile, {}) for each in files), *(each.layer for each in files))
+    ]
 
 
 def parse(
@@ -182,8 +210,40 @@ def layer(data: Mapping[str, Any], origin: str) -> Mapping[str, Sourced]:
     return found
 
 
-def _error(findings: list[Finding]) -> PlacedError:
-    return _InvalidFileError("\n".join(map(str, findings)), count=len(findings))
+def placed(err: UsageError, given: Layer) -> UsageError:
+    """Return an error of options with its place in the file that gives the option; the same error if no file does."""
+    if isinstance(err, HostsError):
+        return error_of([_placed_host(each, given) for each in err.findings], err.hint) if err.findings else err
+    # The message begins with an option, with --env and a variable, or with a variable.
+    text, (first, second, *_) = str(err), [*re.findall(r"-[\w/-]+|\w+", str(err)), "", ""]
+    row = _TYPED.get(first)
+    for key in MERGED if row is None else (row.key,):
+        for reader, path in reversed(given[key].places if key in given else ()):
+            own = (*path, first if row is None else second)
+            if key in MERGED and reader.position(own) is not None:
+                path = own
+            elif row is None:
+                continue
+            text = text if row is None else row.path[-1] + text.removeprefix(first)
+            return _error([reader.finding(path, text, is_value=True)], err.hint)
+    return err
+
+
+def _placed_host(found: Finding, given: Layer) -> Finding:
+    """Return an error of hosts at the place of the host in a file that lists them; as it is if it is of another."""
+    key = "hosts" if found.source == BY_KEY["hosts"].name else "hostfile" if not found.line else ""
+    if not (key in given and given[key].places):
+        return found
+    from distrun.hosts.ranges import split
+
+    host = next((item for at, item in reversed(split(found.shown, ",\n")) if at < found.column), "")
+    reader, path = given[key].places[-1]
+    here: Finding = reader.finding(path, f"{found.code}: {found.text}", is_value=True, piece=host)
+    return here
+
+
+def _error(findings: list[Finding], hint: str = "") -> PlacedError:
+    return _InvalidFileError("\n".join(map(str, findings)), hint, len(findings))
 
 
 class _TableReader:
@@ -195,23 +255,24 @@ class _TableReader:
 
     def layer(self, data: Mapping[str, Any], base: tuple[str, ...], origin: str) -> dict[str, Sourced]:
         """Return the values of a table, by the keys of options."""
-        found: dict[str, Any] = {}
+        found: dict[str, Sourced] = {}
         for path, value in self._leaves(data, (), base):
             row = _KEYS.get(path)
+            places = ((self, (*base, *path)),) if self.text else ()
             try:
-                if path in (("command",), ("run",)):
-                    found[path[0]] = _command(path[0], value)
+                if path in _COMMANDS:
+                    found[path[0]] = Sourced(_command(path[0], value), origin, places)
                 elif row is None:
                     self.wrong((*base, *path), _unknown(path, isinstance(value, dict)))
                 elif path[-1] == "env":
-                    found[row.key] = tuple(self._variables(value, path, base))
+                    found[row.key] = Sourced(tuple(self._variables(value, path, base)), origin, places)
                 else:
-                    found[row.key] = self._typed(row, value)
+                    found[row.key] = Sourced(self._typed(row, value), origin, places)
             except UsageError as err:
                 self.wrong((*base, *path), str(err), is_value=True)
         if "run" in found and "command" in found:
             self.wrong((*base, "run"), "run and command contradict each other: give one of them")
-        return {key: Sourced(value, origin) for key, value in found.items()}
+        return found
 
     def section(self, path: tuple[str, ...], data: Mapping[str, Any]) -> dict[str, str]:
         """Return the values of an engine's section as texts."""
@@ -265,6 +326,14 @@ class _TableReader:
         """Yield the words of `--env` or `--env-ROLE` that a table means."""
         forms = 'a text, a number, {file = "PATH"} or {forward = true}' if path == ("env",) else "a text or a number"
         for name, each in _expect("env", "a table", value, isinstance(value, dict)).items():
+            if tables := _tables_of(name) if self.text else ():
+                table = ".".join((*base, *(path[:-1] if path[:-1] in tables else tables[0])))
+                move = f"move it into [{table}]" if table else "move it above all tables"
+                text = f'{name} is an option: {move}; if you mean a variable, quote its name: "{name}"'
+                at_key = self.finding((*base, *path, name), text)
+                if not at_key.shown[: at_key.column - 1].strip():  # it begins its line, without a quote
+                    self.findings.append(at_key)
+                    continue
             try:
                 if isinstance(each, (str, int, float)) and not isinstance(each, bool):
                     text = each if isinstance(each, str) else exact(each)
@@ -284,14 +353,21 @@ class _TableReader:
 
     def wrong(self, path: tuple[str, ...], text: str, is_value: bool = False) -> None:
         """Note an error at a key, or at its value."""
-        at = self._position(path)
-        if is_value and (equals := re.compile(r"""["']?\s*=\s*""").match(self.text, at + len(path[-1]))):
-            at = equals.end()
-        start = self.text.rfind("\n", 0, at) + 1
-        line = self.text[start:].partition("\n")[0].rstrip("\r")
-        self.findings.append(Finding(self.source, self.text.count("\n", 0, at) + 1, at - start + 1, "", text, line))
+        self.findings.append(self.finding(path, text, is_value))
 
-    def _position(self, path: tuple[str, ...]) -> int:
+    def finding(self, path: tuple[str, ...], text: str, is_value: bool = False, piece: str = "") -> Finding:
+        """Return an error at a key, at its value, or at a piece of its value."""
+        place = self.position(path) or 0
+        if is_value and (equals := re.compile(r"""["']?\s*=\s*""").match(self.text, place + len(path[-1]))):
+            place = equals.end()
+        apart = r"""[^\s"',]"""
+        if piece and (found := re.compile(f"(?<!{apart}){re.escape(piece)}(?!{apart})").search(self.text, place)):
+            place = found.start()
+        start = self.text.rfind("\n", 0, place) + 1
+        line = self.text[start:].partition("\n")[0].rstrip("\r")
+        return Finding(self.source, self.text.count("\n", 0, place) + 1, place - start + 1, "", text, line)
+
+    def position(self, path: tuple[str, ...]) -> int | None:
         """Return where the text has a key: where another key in its place makes another table of it."""
         for match in re.finditer(rf"(?<![\w-]){re.escape(path[-1])}(?![\w-])", self.text):
             try:
@@ -302,7 +378,14 @@ class _TableReader:
                 found = found.get(name, {}) if isinstance(found, dict) else {}
             if isinstance(found, dict) and _SOUGHT in found:
                 return match.start()
-        return 0
+        return None
+
+
+def _tables_of(name: str) -> list[tuple[str, ...]]:
+    """Return the tables that have an option of that name; it may be that of the command line, or have `_` for `-`."""
+    name = name.replace("_", "-")
+    found = [path[:-1] for path, row in _KEYS.items() if name == path[-1] or f"--{name}" in row.name.split("/")]
+    return [*found, *(path[:-1] for path in _COMMANDS if name == path[-1])]
 
 
 def _expect(name: str, what: str, value: Any, is_right: bool) -> Any:
@@ -335,7 +418,7 @@ def _unknown(path: tuple[str, ...], is_table: bool) -> str:
         return f"unknown table [{path[0]}]: {hint}"
     table, key = path[:-1], path[-1].replace("_", "-")
     options = {name.lstrip("-"): row for row in _KEYS.values() for name in row.name.split("/")}
-    known = {each[-1]: each for each in (*_KEYS, ("command",), ("run",)) if each[:-1] == table}
+    known = {each[-1]: each for each in (*_KEYS, *_COMMANDS) if each[:-1] == table}
     if not table:
         known.update({role: (role,) for role in ROLES}, profile=("profile",))
     meant = options[key].path if key in options else known.get(key)
@@ -343,6 +426,8 @@ def _unknown(path: tuple[str, ...], is_table: bool) -> str:
         near = difflib.get_close_matches(key, [*known, *options], n=1)
         meant = (known.get(near[0]) or options[near[0]].path) if near else None
     wrong = f"unknown key {path[-1]!r}" + (f" in [{table[0]}]" if table else "")
+    if meant is None and re.fullmatch("[A-Z][A-Z0-9_]*", path[-1]):
+        return f"{wrong}: variables are below [{'.'.join((*table, 'env'))}]"
     if meant in (None, path):  # A profile has no profiles.
         return wrong
     place = "" if meant[:-1] == table else f" in [{meant[0]}]" if meant[:-1] else ", above all tables"
@@ -364,13 +449,15 @@ def write(given: Mapping[str, Sourced], has_origins: bool = False) -> str:
 
     def add(table: tuple[str, ...], name: str, value: Any, origin: str) -> None:
         is_long = isinstance(value, str) and "\n" in value
-        text = f"{_key(name)} = {_script(value) if is_long else _toml(value)}"
+        is_like_option = table[-1:] == ("env",) and _tables_of(name)
+        key = _toml(name) if is_like_option else _key(name)
+        text = f"{key} = {_script(value) if is_long else _toml(value)}"
         tables.setdefault(table, []).append(f"{text}  # {origin}" if has_origins else text)
 
     for path, key in ((("command",), "command"), (("run",), "run"), *((row.path, row.key) for row in ROWS)):
         if key not in given:
             continue
-        value, origin = given[key]
+        value, origin, _ = given[key]
         if key in MERGED:
             for name, each in dict(map(_variable, value)).items():  # the last word wins
                 add(path, name, each, origin)

@@ -495,8 +495,10 @@ def has_labels(folder: JobFolder, labels: Sequence[str]) -> bool:
         return False
 
 
-def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str], option: str = "") -> Sequence[Mapping[str, Any]]:
     """Return the tasks of these names and roles, in the order of the job; all, if none is named.
+
+    `option`: begins the error.
 
     Raises:
         UsageError: there is none of one; lists near ones.
@@ -511,7 +513,7 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequenc
                     f"no task {word!r} in this job: it has none yet", "distrun status JOB says what it waits for"
                 )
             near = difflib.get_close_matches(word, names, n=3) or names[:8]
-            raise UsageError(f"no task {word!r} in this job; there is: {', '.join(near)}")
+            raise UsageError(f"{option}no task {word!r} in this job; there is: {', '.join(near)}")
     return [task for task in tasks if not wanted or task["name"] in wanted or task["role"] in wanted]
 
 

@@ -627,6 +627,8 @@ class Sourced(NamedTuple):
     value: Any
     """A text; of WORDS and the command a tuple of texts, of flags a bool, of TIMES an int."""
     origin: str
+    places: tuple[tuple[Any, tuple[str, ...]], ...] = ()
+    """Where files give it, the best source last: what has read the file (of `jobfile`), and the key with its tables."""
 
 
 Layer = Mapping[str, Sourced]
@@ -663,7 +665,8 @@ def decide(layers: Sequence[Layer]) -> dict[str, Sourced]:
         for key, given in layer.items():
             if key in MERGED and key in better:  # later words win
                 known = found[key]
-                found[key] = Sourced((*given.value, *known.value), f"{given.origin}, {known.origin}")
+                words, places = (*given.value, *known.value), (*given.places, *known.places)
+                found[key] = Sourced(words, f"{given.origin}, {known.origin}", places)
             elif better.isdisjoint((key, *_SILENCED.get(key, ()))):
                 found[key] = given
     return found

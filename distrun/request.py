@@ -339,7 +339,9 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
                 f"type --env {shlex.quote(f'{pair[1]}={shown}')}",
             )
         if filed := re.match(FILED, word, re.DOTALL):
-            settings.append(setting("--env", filed[1], read_text("--env", filed[2]).rstrip("\r\n"), hidden=True))
+            settings.append(
+                setting("--env", filed[1], read_text(f"--env {filed[1]}", filed[2]).rstrip("\r\n"), hidden=True)
+            )
         elif equals:
             settings.append(setting("--env", name, value))
         elif "*" in name:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrun import formats
@@ -85,16 +84,8 @@ class Request:
         data = {name.replace("_", "-"): _as_toml(value, name) for name, value in own.items() if value is not None}
         if command:
             data["command"] = _as_toml(command)
-        layers = [jobfile.layer(data, "Request")]
-        if file:
-            found = jobfile.load(Path(file))
-            if profile and profile not in found.profiles:
-                known = ", ".join(found.profiles) or "none"
-                raise UsageError(f"{file}: there is no profile {profile!r}; the file has: {known}")
-            layers += [found.profiles.get(profile, {}), found.layer]
-        elif profile:
-            raise UsageError(f"there is no file that has the profile {profile!r}", "give one: file='job.toml'")
-        self.given: Layer = decide([*layers, {"workers": Sourced("1", "default")}])
+        own_layer, default = jobfile.layer(data, "Request"), {"workers": Sourced("1", "default")}
+        self.given: Layer = decide([own_layer, *jobfile.layers(file, profile), default])
         """What was given, by the keys of options."""
 
     def resolve(self, say: Say) -> JobRequest:
@@ -103,19 +94,16 @@ class Request:
         Raises:
             UsageError: an option, or what it names, is wrong.
         """
+        from distrun import jobfile
+
         options = {row.key: row.default for row in ROWS}
-        for key, (value, _) in self.given.items():
+        for key, (value, *_) in self.given.items():
             if key in BY_KEY:
                 options[key] = BY_KEY[key].read(value) if isinstance(value, (str, tuple)) else value
-        command = self.given["command"].value if "command" in self.given else ()
-        if "run" in self.given:
-            command, options["shell"] = (self.given["run"].value,), True
-        env = environ.snapshot()
-        launcher, found = launcher_of(options, env, say)
-        for warning in found.warnings if found else ():
-            say(warning, "warning")
-        given = record(self.given, found, say)
-        return make(command, options, say, launcher=launcher, found=found, env=env, given=given)
+        try:
+            return resolve(self.given, options, say)
+        except UsageError as err:
+            raise jobfile.placed(err, self.given) from err
 
 
 def _as_toml(value: object, name: str = "") -> Any:
@@ -193,6 +181,33 @@ def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory 
     from distrun.hosts import parse
 
     return parse.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
+
+
+def command_of(given: Layer) -> tuple[str, ...]:
+    """Return the words of the command that was given; none if there is none."""
+    if "run" in given:
+        return (given["run"].value,)
+    return tuple(given["command"].value) if "command" in given else ()
+
+
+def resolve(given: Layer, options: Mapping[str, Any], say: Say) -> JobRequest:
+    """Return the request of a job. Reads the files that options name.
+
+    Arguments:
+        given: what was given of the options, and the command.
+        options: all options of the table, by key.
+        say: takes notes for the user.
+
+    Raises:
+        UsageError: an option, or what it names, is wrong.
+    """
+    env = environ.snapshot()
+    launcher, found = launcher_of(options, env, say)
+    for warning in found.warnings if found else ():
+        say(warning, "warning")  # before anything else can fail: it may be why
+    options = {**options, "shell": "run" in given or options["shell"]}
+    known = record(given, found, say)
+    return make(command_of(given), options, say, launcher=launcher, found=found, env=env, given=known)
 
 
 def make(
@@ -276,7 +291,7 @@ def record(given: Layer, found: Inventory | None, say: Say) -> dict[str, Any]:
     from distrun.request import without_secrets
 
     record: dict[str, Any] = {}
-    for key, (value, origin) in given.items():
+    for key, (value, origin, _) in given.items():
         row = BY_KEY.get(key)
         if row is None:
             record[key] = value

@@ -16,7 +16,7 @@ from distrun.errors import PlacedError, UsageError
 from distrun.formats import python_script, python_words
 from distrun.hosts.grammar import Finding
 from distrun.request import JobRequest, given
-from distrun_runtime.agent.preflight import NAMES
+from distrun_runtime.agent.preflight import near
 from distrun_runtime.contract.plan import WORKER
 
 LIMIT_S = 20.0
@@ -50,7 +50,8 @@ def check(request: JobRequest) -> str:
         return "--check-imports: nothing is checked: the command is no `python SCRIPT` with a script here" * is_unread
     if not os.path.exists(path):
         where = "where the job starts" if is_here else "which is copied to the hosts"
-        wrong, hint = f"there is no {script} in {request.cwd}, {where}", _near(path)
+        wrong = f"there is no {script} in {request.cwd}, {where}"
+        hint = near(script, [os.fsencode(path)]) or "name a script that is there, or change to its folder"
         if not is_here:  # Hosts may have it already: agents look.
             return f"{wrong} ({hint})"
         error = UsageError(wrong, hint)
@@ -65,15 +66,6 @@ def check(request: JobRequest) -> str:
     if request.dry_run:
         return str(error)
     raise error
-
-
-def _near(path: str) -> str:
-    import difflib  # for a mistake only
-
-    folder, name = os.path.split(path)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(name, names[:NAMES], n=1)
-    return f"did you mean {near[0]}?" if near else "name a script that is there, or change to its folder"
 
 
 def _syntax(path: str, shown: str) -> Finding | None:

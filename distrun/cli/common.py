@@ -85,7 +85,7 @@ class JobCommand(click.Command):
             ctx.meta[GIVEN] = given = decide([typed, *self.layers(ctx, typed)])
             ctx.default_map = {
                 key: value
-                for key, (value, origin) in given.items()
+                for key, (value, origin, _) in given.items()
                 if key in BY_KEY and origin not in environ.BY_NAME  # else it takes effect by itself
             }
         rest = super().parse_args(ctx, args)
@@ -93,6 +93,17 @@ class JobCommand(click.Command):
             if key in given and key in ctx.params:
                 ctx.params[key] = given[key].value
         return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. An error in an option that a file gives is told with its place there."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as err:
+            if not any(each.places for each in ctx.meta[GIVEN].values()):
+                raise
+            from distrun import jobfile
+
+            raise jobfile.placed(err, ctx.meta[GIVEN]) from err
 
     def get_help(self, ctx: click.Context) -> str:
         """Return the help that was asked for: of a launch the options that are used most, or a group."""
@@ -122,20 +133,12 @@ class JobCommand(click.Command):
         from distrun import jobfile
         from distrun.requesting import engines
 
-        found = [jobfile.load(Path(file))] if file else []
+        found = []
         if project:
             found.append(jobfile.load(Path(project), jobfile.TOOL, content=content))
         if os.path.isfile(config):
             found.append(jobfile.load(Path(config), engines=engines))
-        profiles = [each.profiles.get(profile, {}) for each in found]
-        if profile and not any(profile in each.profiles for each in found):
-            names = sorted({name for each in found for name in each.profiles})
-            known = f"the files have {', '.join(names)}" if names else "no file has any"
-            hint = f"name one of these, or add a table [profile.{profile}]"
-            raise UsageError(f"--profile: there is no profile {profile!r}; {known}", hint)
-        mine = 1 if file else 0
-        plain = [each.layer for each in found]
-        return [of_environment(env), *profiles[:mine], *plain[:mine], *profiles[mine:], *plain[mine:]]
+        return [of_environment(env), *jobfile.layers(file, profile, found)]
 
 
 def _project() -> tuple[str, bytes]:

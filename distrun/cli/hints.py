@@ -111,11 +111,16 @@ def missing(err: click.MissingParameter) -> str:
     # No other command has a required option and a command behind its options. By its name: its module imports this one.
     if ctx is None or param is None or ctx.command.name != "launch":
         return ""
-    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.obj[TYPED]))[0].get("command")
-    command = list(parsed) if isinstance(parsed, (list, tuple)) else []
+    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.obj[TYPED]))[0]
+    command = list(parsed["command"]) if isinstance(parsed.get("command"), (list, tuple)) else []
     found = list(behind(command, ctx.command.params))
     if not any(each.name in param.opts for each in found):
-        return ""
+        file = parsed.get("file")
+        if isinstance(file, str):
+            return f"{param.opts[0]} N, or {param.name} = N above all tables of {file}"
+        if command and command[0].endswith(".toml"):
+            return f"for a job file, type distrun launch -f {formats.quote(command[0])}"
+        return f"{param.opts[0]} N, the number of workers"
     # Behind a quoted command everything is distrun's; else what is not missing may be the script's own.
     script = _script(command)
     ours = [

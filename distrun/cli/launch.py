@@ -58,49 +58,37 @@ def launch(ctx: click.Context, /, **options: Any) -> int:
     """
     process.outlive_tasks_signals()
     ctx.obj["verbosity"] = options["verbosity"]
-    env = environ.snapshot()
     if options["quiet"] and options["verbosity"]:
         raise UsageError("-q and -v contradict each other")
-    given: Layer = ctx.meta[GIVEN]
-    command = options.pop("command")
-    if "run" in given:
-        command, options["shell"] = (given["run"].value,), True
-    elif not command and "command" in given:
-        command = given["command"].value
     level = "error" if options["quiet"] else "debug" if options["verbosity"] else "info"
-    console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
+    console = Console(environ.snapshot(), prefix=not options["no_prefix"], level=level, shows=options["shows"])
     try:
-        return _launch(ctx, command, options, env, console)
+        return _launch(ctx, options, console)
     finally:
         console.close()
 
 
-def _launch(
-    ctx: click.Context, command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console
-) -> int:
+def _launch(ctx: click.Context, options: Mapping[str, Any], console: Console) -> int:
     from distrun import launching
     from distrun.planning import plan_job
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    launcher, found = requesting.launcher_of(options, env, console.say)
-    for warning in found.warnings if found else ():
-        console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = ""
+    command, misplaced = requesting.command_of(ctx.meta[GIVEN]), ""
     if len(command) > 1:
         from distrun.cli import hints
 
         misplaced = hints.misplaced(command, ctx)
     if misplaced:
-        console.say(misplaced)
+        console.say(misplaced)  # before anything else can fail: it may be why
+    store = JobStore()
+    request = requesting.resolve(ctx.meta[GIVEN], options, console.say)
+    found = request.hosts
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
         console.say(note)
-    store = JobStore()
-    given = requesting.record(ctx.meta[GIVEN], found, console.say)
-    request = requesting.make(command, options, console.say, launcher=launcher, found=found, env=env, given=given)
     if options["print_config"]:
         from distrun import jobfile
 
-        console.write_out(jobfile.write({key: Sourced(value, "") for key, value in given.items()}))
+        console.write_out(jobfile.write({key: Sourced(value, "") for key, value in request.given.items()}))
         return 0
     program = next(iter(formats.python_words(command, request.shell)), "")
     if request.check_imports or re.match(formats.PYTHON, program):
@@ -115,7 +103,7 @@ def _launch(
             from distrun.jobs import choose
 
             tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
-            choose(tasks, [each for each in options["shows"] if each != ERRORS])
+            choose(tasks, [each for each in options["shows"] if each != ERRORS], "--show: ")
         notes = _unused(job.plan, found) if found else []
         if job.plan.gpus_per_worker:
             notes += device_notes(job.plan)

@@ -243,7 +243,7 @@ def port_rows(
 # `distrun doctor --fix`: an environment with what servers need, on each host whose Python lacks it.
 #
 # It is kept in the user's data folder of the host, one for each version of Python and kind of processor
-# (`distrun_runtime.agent.preflight` says where, and has servers use it). Workers never use it.
+# (`distrun_runtime.agent.interpreters` says where, and has servers use it). Workers never use it.
 
 
 REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")

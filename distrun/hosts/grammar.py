@@ -105,7 +105,9 @@ def error_of(findings: Sequence[Finding], hint: str = "") -> HostsError:
     lines = [str(finding) for finding in findings[:SHOWN]]
     if len(findings) > SHOWN:
         lines.append(f"... and {len(findings) - SHOWN} more errors")
-    return HostsError("\n".join(lines), hint, len(findings))
+    error = HostsError("\n".join(lines), hint, len(findings))
+    error.findings = findings
+    return error
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,9 @@ def name(text: str) -> bool:
         Fault: E102.
     """
     problem, is_dotted = "", bool(re.fullmatch(_DOTTED, text))
-    if not re.fullmatch(_NAME, text):
+    if len(text.split()) > 1:
+        problem = "separate hosts with commas"
+    elif not re.fullmatch(_NAME, text):
         problem = "allowed are letters, digits, '.', '-', '_'"
     elif not text[0].isalnum() and text[0] != "_":
         problem = f"it begins with {text[0]!r}"

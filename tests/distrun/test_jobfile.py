@@ -119,10 +119,37 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ('command = ["a" "b"]', "job.toml:1:16: expected a comma or ]\n"),
         ("[enviroment]\nA = 1", "unknown table [enviroment]: did you mean [env]?"),
         ("workers = 2.5", "workers: expected a whole number, found 2.5"),
+        (
+            "[env]\nA = 1\nworkers = 2",
+            "job.toml:3:1: workers is an option: move it above all tables; if you mean a variable, quote its name:"
+            ' "workers"\n  workers = 2\n  ^',
+        ),
+        ("[env]\nhosts = ['a']", "job.toml:2:1: hosts is an option: move it above all tables;"),
+        ("[env]\nrun = 'a'", "job.toml:2:1: run is an option: move it above all tables;"),
+        ("[env]\nnum-workers = 2", "job.toml:2:1: num-workers is an option: move it above all tables;"),
+        ("[env]\nsync_dst_dir = '~/x'", "job.toml:2:1: sync_dst_dir is an option: move it above all tables;"),
+        ("A_B = 1", "job.toml:1:1: unknown key 'A_B': variables are below [env]\n"),
+        ("[worker]\nA = 1", "job.toml:2:1: unknown key 'A' in [worker]: variables are below [worker.env]\n"),
+        ("workers: 1", "job.toml:1:8: expected KEY = VALUE\n"),
+        ("workers = 1,", "job.toml:1:12: expected the end of the line after the value\n"),
+        ("[server.env]\n  cores = 2", "job.toml:2:3: cores is an option: move it into [server];"),
+        ("[worker.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it above all tables;"),
+        ("[profile.x.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it into [profile.x];"),
+        ("[profile.x.worker.env]\ncores = 2", "job.toml:2:1: cores is an option: move it into [profile.x.worker];"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_was_meant(text: str, message: str) -> None:
     assert message in wrong(text)
+
+
+@pytest.mark.parametrize("text", ['[env]\n"name" = "x"', "[env]\n'name' = 'x'", 'env = {name = "x"}', 'env.name = "x"'])
+def test_a_variable_may_be_called_as_an_option_if_it_cannot_be_a_misplaced_one(text: str) -> None:
+    assert read(text) == {"env": ("name=x",)}
+
+
+def test_a_variable_that_is_called_as_an_option_is_written_so_that_it_stays_a_variable() -> None:
+    written = jobfile.write({"env": Sourced(("name=x", "A=1"), ""), "env_worker": Sourced(("cores=2",), "")})
+    assert read(written) == {"env": ("name=x", "A=1"), "env_worker": ("cores=2",)}
 
 
 def test_all_mistakes_of_a_file_are_told_in_their_order() -> None:
@@ -140,8 +167,9 @@ def test_an_engines_section_is_texts_and_only_in_the_users_file() -> None:
 def test_tables_of_other_tools_in_pyproject_toml_are_none_of_ours() -> None:
     text = "[project]\nname = 'x'\n[tool.distrun]\nworkers = 3\n[tool.distrun.profile.lab]\nservers = 1\n"
     found = jobfile.parse(text, "pyproject.toml", FOLDER, jobfile.TOOL)
-    assert found.layer == {"workers": Sourced("3", "pyproject.toml")}
-    assert found.profiles == {"lab": {"servers": Sourced("1", "pyproject.toml [profile.lab]")}}
+    assert {key: each[:2] for key, each in found.layer.items()} == {"workers": ("3", "pyproject.toml")}
+    assert [*found.profiles] == ["lab"]
+    assert found.profiles["lab"]["servers"][:2] == ("1", "pyproject.toml [profile.lab]")
 
 
 def test_the_first_source_wins_and_variables_of_all_hold() -> None:

@@ -54,8 +54,11 @@ def test_a_request_takes_what_it_is_not_given_from_a_job_file_and_its_profile(tm
     found = resolved(file=file, profile="small")
     assert (found.workers, found.servers, found.command, found.shell) == (4, 3, ("true\nfalse",), True)
     assert resolved("true", file=file, workers=1).command == ("true",)
-    with pytest.raises(UsageError, match="there is no profile 'big'; the file has: small"):
+    with pytest.raises(UsageError, match="there is no profile 'big'; the files have small"):
         Request(file=file, profile="big")
+    file.write_text('hosts = "d1 d2"\ncommand = "true"\n')
+    with pytest.raises(UsageError, match=r"job\.toml:1:10: E102: invalid host name 'd1 d2'"):
+        resolved(file=file)
 
 
 def test_importing_distrun_loads_none_of_its_modules_but_its_version() -> None:

@@ -115,6 +115,13 @@ def test_a_program_that_is_not_there_is_told_with_one_of_a_near_name(folder: Dis
         assert f"-> did you mean {near}?" in done.stderr.decode()
 
 
+def test_a_script_in_the_place_of_a_program_is_not_compared_with_programs(folder: Distrun) -> None:
+    done = folder.run(*LOCAL, "train.py")
+    assert done.returncode == 127
+    assert b"did you mean" not in done.stderr  # strip
+    assert b"hint: train.py is a file of this directory" in done.stderr
+
+
 def test_a_program_that_activation_puts_on_the_path_is_not_missed(folder: Distrun) -> None:
     (folder.work / "bin").mkdir()
     (folder.work / "bin" / "own").symlink_to("/bin/true")

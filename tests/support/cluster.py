@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from forgetful import Forgetful
+from inproc import InprocNetwork
 from scripted_transport import Stepped
 from slowness import scaled
 
@@ -32,7 +33,6 @@ from distrun_runtime.transport.base import Heartbeat, Transport
 from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.host_paths import BulkTransport
-from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 DEADLINE_S = scaled(100.0)
@@ -129,7 +129,7 @@ def server_loop(
     placement.open()
     engine = WorkEngine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
-        transport.is_busy = lambda: engine.is_busy
+        transport.is_busy = lambda: engine.under_way > 0
     known = Steady(server, engine, counters).take
     loop = loop_of(server, transport, engine=engine, known=known, token=own.token, **more)
     if isinstance(transport, BulkTransport):

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from inproc import InprocTransport
 
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.transport import admission, host_segments
 from distrun_runtime.transport.admission import Admission
 from distrun_runtime.transport.direct import DirectTransport
-from distrun_runtime.transport.inproc import InprocTransport
 from distrun_runtime.transport.resend import kind_of
 from distrun_runtime.transport.zeromq import ZmqTransport
 

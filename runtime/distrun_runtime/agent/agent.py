@@ -142,7 +142,7 @@ class Agent:
         return self._is_leaving and self._stopping.is_over
 
     def _timeout(self) -> float:
-        if self._is_done or (self._unpacking is not None and self._unpacking.is_busy):
+        if self._is_done or (self._unpacking is not None and self._unpacking.is_placing):
             return 0.0
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import math
 import os
 import re
@@ -27,20 +26,19 @@ from typing import (
     Callable,
     Dict,
     Generator,
-    Iterator,
     List,
     Mapping,
     NamedTuple,
     Optional,
     Sequence,
-    Tuple,
     Union,
 )
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
-from distrun_runtime.agent.share import Share, exact, programs, words
-from distrun_runtime.contract import environ, facts, private
-from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan, Sync, Task
+from distrun_runtime.agent.interpreters import ABOUT, TELL, chosen, command, in_no_folder, parsed, typed
+from distrun_runtime.agent.share import Share, exact, programs, working_folder
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.plan import ACTIVATE_S, Plan, Sync
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
@@ -68,16 +66,9 @@ class Need(NamedTuple):
     digest: str
 
 
-class NodeTurn(NamedTuple):
-    """`take` is to be called again and again, until it returns true or `limit_s` are over."""
-
-    take: Callable[[], bool]
-    limit_s: float
-
-
-Steps = Generator[Union[Command, Need, NodeTurn], Any, Share]
+Steps = Generator[Union[Command, Need, "NodeLock"], Any, Share]
 TRY_S = 0.1
-"""Between two calls of `NodeTurn.take`."""
+"""Between two calls of `NodeLock.take`, until it has its turn or `TURN_S` are over."""
 
 
 def steps(share: Share) -> Steps:
@@ -93,7 +84,7 @@ def steps(share: Share) -> Steps:
     else:
         lock = NodeLock(share.folder)
         try:
-            yield NodeTurn(lock.take, TURN_S)
+            yield lock
             share = yield from _shared(share)
         finally:
             lock.release()
@@ -177,7 +168,8 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
-        self._turn: Optional[NodeTurn] = None
+        self._lock: Optional[NodeLock] = None
+        """The lock for which it waits."""
         self._try_at = self._try_until = math.inf
         self._archive = bytearray()
 
@@ -207,8 +199,8 @@ class Preflight:
             if isinstance(wanted, Need):
                 self._needed = wanted.digest
                 self._ask_for(wanted.digest)
-            elif isinstance(wanted, NodeTurn):
-                self._turn, self._try_until = wanted, time.monotonic() + wanted.limit_s
+            elif isinstance(wanted, NodeLock):
+                self._lock, self._try_until = wanted, time.monotonic() + TURN_S
                 self._try()
             else:
                 self._command = RunningCommand(wanted, self._selector, self._on_done)
@@ -239,14 +231,14 @@ class Preflight:
         """Kill the command, whose time is over; or try again to have a turn."""
         if self._command is not None:
             self._command.expire()
-        elif self._turn is not None:
+        elif self._lock is not None:
             self._try()
 
     def cancel(self) -> None:
         """Take no further step; kill the command."""
         if self._steps is not None:
             self._steps.close()
-        self._steps = self._turn = None
+        self._steps = self._lock = None
         self._try_at = math.inf
         if self._command is not None:
             self._command.cancel()
@@ -255,9 +247,9 @@ class Preflight:
     def _try(self) -> None:
         """Go on if it is this agent's turn, or if it has waited long enough."""
         now = time.monotonic()
-        assert self._turn is not None
-        if self._turn.take() or now >= self._try_until:
-            self._turn, self._try_at = None, math.inf
+        assert self._lock is not None
+        if self._lock.take() or now >= self._try_until:
+            self._lock, self._try_at = None, math.inf
             self.proceed()
         else:
             self._try_at = now + TRY_S
@@ -320,12 +312,6 @@ def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
             raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
 
 
-def working_folder(cwd: str) -> str:
-    """Return the folder in which a command for tasks runs: theirs if it exists, else that of the agent (empty)."""
-    path = os.path.expanduser(cwd)
-    return path if os.path.isdir(path) and os.access(path, os.X_OK) else ""
-
-
 # Activation
 
 
@@ -370,53 +356,15 @@ def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, byt
     raise PreflightFailure("activation", text, fix)
 
 
-# Checks the interpreters of tasks that need modules (bundled servers): their version, and whether they import those.
-#
-# If the interpreter of the command cannot import them, servers use the environment that `distrun doctor --fix` made on
-# the host, if there is one. Workers never use it.
-#
-#     $XDG_DATA_HOME/distrun/servers/python3.11-x86_64   a link to an environment that is whole
-#
-# Hosts may share that folder and have their interpreters in different places. If the interpreter of that environment is
-# not on this host, it is made under another name here: `python3.11-x86_64-3f2a9c`.
+# Looks for the program of the user's command and for its script, and asks the program, a Python, for the modules that
+# the script imports. Only what is certain is a failure.
 
 
-OLDEST = (3, 10)
-LIMIT_S = 60.0
-PACKAGES = {"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn", "yaml": "pyyaml", "zmq": "pyzmq"}
-"""What pip calls a module, where that differs."""
-WITHOUT = "add -s 0 if the command does not use the store"
-OTHER = "name another interpreter with --python, python= in the hosts file, or --activate"
-
-# Read by whatever Python is there: nothing in it is newer than 2.7.
-_ABOUT = """\
-import gc, json, os, sys
-gc.disable()  # it ends soon
-fd, names = int(sys.argv[1]), sys.argv[2:]
-found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
-if sys.version_info >= (3, 4):
-    from importlib.util import find_spec
-    found["is_own"] = sys.prefix != sys.base_prefix or os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
-    found["lacks"] = [name for name in ("pip", "venv", "ensurepip") if find_spec(name) is None]
-"""
-_TELL = """\
-os.write(fd, json.dumps(found).encode("ascii"))
-os._exit(0)  # to take down an interpreter that has imported numpy takes a tenth of what it did
-"""
-_LOOK = f"""\
-{_ABOUT}
-if sys.version_info >= (3, 10):
-    for name in names:
-        try:
-            found[name] = str(getattr(__import__(name), "__version__", "?"))
-        except BaseException as err:
-            found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
-{_TELL}"""
 _FIND = f"""\
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]  # a script has its own folder there, not the working directory
-{_ABOUT}
+{ABOUT}
 found["has_script"] = os.path.exists(names.pop(0))
 if sys.version_info >= (3, 4):
     def is_missing(name):
@@ -425,193 +373,7 @@ if sys.version_info >= (3, 4):
         except Exception:
             return False  # as of a module that took its own place
     found["missing"] = [name for name in names if is_missing(name)]
-{_TELL}"""
-
-
-def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
-    """Check the interpreters of tasks with needs; return the share with those that they will use.
-
-    Yields commands, and is sent how each ended.
-
-    Raises:
-        PreflightFailure: kind python (not there, does not run, too old) or module (named, with what pip calls them).
-    """
-    found: Dict[str, str] = {}
-    instead: Dict[str, str] = {}
-    for asked, tasks in _checks(share):
-        name, needs = tasks[0].argv[0], tasks[0].needs
-        look = told(asked, (yield asked), name, share.host)
-        path = str(look["path"])
-        if not fits(look, needs):
-            for path in environments(str(look["version"])):
-                other = _parsed((yield asked._replace(argv=(os.fsencode(path), *asked.argv[1:]))))
-                if other is not None and fits(other, needs):
-                    look = other
-                    instead.update((task.name, path) for task in tasks)
-                    break
-            else:
-                raise _failure(share, tasks[0], look)
-        found[name] = f"{look['version']} {path}"
-    tasks = [each._replace(argv=(instead.get(each.name, each.argv[0]), *each.argv[1:])) for each in share.plan.tasks]
-    return share._replace(python=found, plan=share.plan._replace(tasks=tuple(tasks)))
-
-
-def command(
-    name: bytes,
-    needs: Sequence[str],
-    env: Mapping[bytes, bytes],
-    cwd: bytes,
-    limit_s: float = LIMIT_S,
-    *,
-    look: str = _LOOK,
-) -> Command:
-    """Return the command that looks at an interpreter; `told` reads its result."""
-    modules = [exact(module) for module in needs]
-    return Command((name, b"-c", look.encode("ascii"), FD, *modules), env, cwd, limit_s)
-
-
-def told(asked: Command, done: CommandResult, name: str, host: str) -> Dict[str, Any]:
-    """Return what an interpreter told: `version`, `path`, and by module its version (with `MODULE_error` if empty).
-
-    Also `is_own`: it belongs to a virtual environment or to conda, so that pip may install there. `lacks`: which of
-    pip, venv and ensurepip it has not.
-
-    Raises:
-        PreflightFailure: there is none, or it does not work.
-    """
-    found = _parsed(done)
-    if found is not None:
-        return found
-    if done.fault == NOT_FOUND:
-        other = "type python3 in the command, if that is what this host has, or " * (name == "python") + OTHER
-        raise PreflightFailure("python", f"there is no program {name} on {host}{_in_no_folder(name)}", other)
-    if done.fault == TIMED_OUT:
-        modules = ", ".join(os.fsdecode(each) for each in asked.argv[4:])
-        what, kind = f"{name} on {host} did not import {modules} within {asked.limit_s:g} s", "module"
-    else:
-        how = "" if done.code is None else f" (exit code {done.code})"
-        what, kind = f"{name} on {host} is not a working Python{how}", "python"
-    raise PreflightFailure(kind, "\n".join([what, *done.last_lines.splitlines()]), OTHER)
-
-
-def fits(look: Mapping[str, Any], needs: Sequence[str]) -> bool:
-    """Return whether servers can use an interpreter."""
-    return is_new(look) and not missing(look, needs)
-
-
-def is_new(look: Mapping[str, Any]) -> bool:
-    """Return whether an interpreter is new enough for servers."""
-    return tuple(int(part) for part in str(look["version"]).split(".")[:2]) >= OLDEST
-
-
-def missing(look: Mapping[str, Any], needs: Sequence[str]) -> List[str]:
-    """Return the modules that an interpreter cannot import."""
-    return [module for module in needs if not look.get(module)]
-
-
-def place(version: str, path: str) -> str:
-    """Return where the environment of servers is, or would be made, for the Python of that version at `path`."""
-    usual = os.path.join(_home(), _name(version))
-    if not os.path.islink(usual) or os.path.exists(os.path.join(usual, "bin", "python")):
-        return usual
-    import hashlib  # rarely needed
-
-    return f"{usual}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
-
-
-def environments(version: str) -> Iterator[str]:
-    """Yield the interpreters of the environments for servers: that version's first, then newer before older ones."""
-    first, machine = _name(version), re.escape(os.uname().machine)
-    rows: List[Tuple[bool, int, int, str]] = []
-    try:
-        for name in os.listdir(_home()) if private.is_ours(os.lstat(_home())) else ():
-            match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine + "(-[0-9a-f]{6})?", name)
-            if match is not None:
-                rows.append((name.startswith(first), int(match.group(1)), int(match.group(2)), name))
-    except OSError:
-        return
-    for _, _, _, name in sorted(rows, reverse=True):
-        path = os.path.join(_home(), name)
-        try:
-            if private.is_ours(os.stat(path)):  # what is in it will be executed
-                yield os.path.join(path, "bin", "python")
-        except OSError:  # a link to nothing
-            continue
-
-
-def _name(version: str) -> str:
-    return f"python{'.'.join(version.split('.')[:2])}-{os.uname().machine}"
-
-
-def how_to_install(look: Mapping[str, Any], modules: Sequence[str]) -> str:
-    """Return shell text that installs modules for servers and workers; empty where venv lacks what it needs.
-
-    Many systems let pip write to virtual environments only (PEP 668), so it does not install anywhere else.
-    """
-    import shlex  # for a message only
-
-    path, packages = shlex.quote(str(look["path"])), " ".join(PACKAGES.get(module, module) for module in modules)
-    if look["is_own"] and "pip" not in look["lacks"]:
-        return f"{path} -m pip install {packages}"
-    if "ensurepip" in look["lacks"] or "venv" in look["lacks"]:
-        return ""
-    return f"{path} -m venv ~/venv && ~/venv/bin/pip install {packages}"
-
-
-def _home() -> str:
-    named = environ.text("XDG_DATA_HOME")
-    data = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".local", "share")
-    return os.path.join(data, "distrun", "servers")
-
-
-def _checks(share: Share) -> Iterator[Tuple[Command, List[Task]]]:
-    """Yield each distinct interpreter (name, path it is looked for in, modules): its check, and the tasks it is for."""
-    alike: Dict[Tuple[object, ...], List[Task]] = {}
-    for task in share.plan.tasks:
-        if task.needs:
-            env = share.environment(task, task.env)
-            key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
-            alike.setdefault(key, []).append(task)
-    for tasks in alike.values():
-        env, cwd = share.environment(tasks[0], tasks[0].env), exact(working_folder(tasks[0].cwd))
-        yield command(words(tasks[0])[0], tasks[0].needs, env, cwd), tasks
-
-
-def _failure(share: Share, task: Task, look: Mapping[str, Any]) -> PreflightFailure:
-    """Return why a task cannot use an interpreter that works, with everything that the user can do."""
-    plan, path, version = share.plan, look["path"] or task.argv[0], look["version"]
-    needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
-    fixes = [] if needs_store else [WITHOUT]
-    if not is_new(look):
-        oldest = ".".join(str(part) for part in OLDEST)
-        text = f"{path} on {share.host} is Python {version}; servers and scheduler need {oldest} or newer"
-        return PreflightFailure("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
-    modules = missing(look, task.needs)
-    text = f"{path} on {share.host} (Python {version}) cannot import {', '.join(modules)}"
-    lines = [f"{module}: {look[module + '_error']}" for module in modules]
-    fixes += [f"for servers: {plan.doctor} --fix"] if plan.doctor else []
-    script = _typed(share, look, modules)
-    fixes += [f"for servers and workers: {script}"] if script else []
-    return PreflightFailure("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
-
-
-def _typed(share: Share, look: Mapping[str, Any], modules: Sequence[str]) -> str:
-    """Return what the user types to install modules on this host; empty where venv lacks what it needs."""
-    host = next((each for each in share.plan.hosts if each.name == share.host), Host(share.host))
-    script = how_to_install(look, modules)
-    return host.typed(script) + (", then --activate venv:~/venv" if "~/venv" in script else "") if script else ""
-
-
-def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
-    try:
-        value: Dict[str, Any] = json.loads(done.result.decode("ascii"))
-        return value if value["version"] and "path" in value else None
-    except (ValueError, LookupError, TypeError):
-        return None
-
-
-# Looks for the program of the user's command and for its script, and asks the program, a Python, for the modules that
-# the script imports. Only what is certain is a failure.
+{TELL}"""
 
 
 def _look_for_program(share: Share, may_come: bool) -> Generator[Command, CommandResult, None]:
@@ -631,30 +393,32 @@ def _look_for_program(share: Share, may_come: bool) -> Generator[Command, Comman
         why = _why_absent(paths, plan, sync)
         if why is not None:
             shown = re.sub("(?s)=.*", "=...", plan.program)  # the value of an assignment may be a secret
-            text = f"there is no program {shown} on {share.host}{_in_no_folder(plan.program)}{why}"
+            text = f"there is no program {shown} on {share.host}{in_no_folder(plan.program)}{why}"
             brings = "install it there, give its path, or put its folder on PATH by --activate"
-            fix = "" if "=" in shown else _near(shown, paths) or brings
+            is_script = "/" not in shown and shown.endswith(
+                (".py", ".sh")
+            )  # as a rule of the job's folder, not of PATH
+            fix = "" if "=" in shown else near(shown, () if is_script else paths) or brings
             raise PreflightFailure(facts.PROGRAM, text, fix)
-        script, look = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script)), {}
+        script = os.path.join(os.path.expanduser(exact(task.cwd)), exact(plan.script))
         why = _why_absent([script], plan, sync) if plan.script else None
-        if (plan.imports or why is not None) and any(map(os.path.exists, paths)):
+        look: Dict[str, Any] = {}
+        is_asked = bool(plan.imports) or why is not None
+        if is_asked and any(map(os.path.exists, paths)):
             asked = command(name, (plan.script, *plan.imports), env, exact(working_folder(task.cwd)), look=_FIND)
-            look = _parsed((yield asked)) or {}
+            look = parsed((yield asked)) or {}
         # A program that enters a container may have the script there.
-        if why is not None and (look.get("has_script") is False or os.path.exists(script)):
+        is_certain = look.get("has_script") is False or os.path.exists(script)
+        if why is not None and is_certain:
             where = "" if os.path.isabs(plan.script) else f" in {task.cwd}"
             fix = "copy it there with --sync-dst-dir DIR, or mount it" * (plan.backend != "local" and not plan.sync)
             text = f"there is no {plan.script}{where} on {share.host}{why}"
-            raise PreflightFailure(facts.SCRIPT, text, _near(plan.script, [script]) or fix)
+            raise PreflightFailure(facts.SCRIPT, text, near(plan.script, [script]) or fix)
         modules = look.get("missing")
         if modules:
             named = ", ".join(f"{module} ({plan.imports[module]})" for module in modules)
             text = f"{look['path']} on {share.host} (Python {look['version']}) has no module {named}"
-            raise PreflightFailure(facts.IMPORT, text, _typed(share, look, modules) or "install it there")
-
-
-def _in_no_folder(program: str) -> str:
-    return "" if "/" in program else " (in no folder of the tasks' PATH)"
+            raise PreflightFailure(facts.IMPORT, text, typed(share, look, modules) or "install it there")
 
 
 def _why_absent(paths: Sequence[bytes], plan: Plan, sync: Optional[Sync]) -> Optional[str]:
@@ -681,7 +445,7 @@ NAMES = 5000
 """How many names of a folder are compared with what was typed, at most: it takes some 40 µs each."""
 
 
-def _near(typed: str, paths: Sequence[bytes]) -> str:
+def near(typed: str, paths: Sequence[bytes]) -> str:
     """Return a question for a file of a near name in place of one that is not there; empty if there is none."""
     import difflib  # for a mistake only
 
@@ -690,8 +454,8 @@ def _near(typed: str, paths: Sequence[bytes]) -> str:
         with contextlib.suppress(OSError), os.scandir(os.path.dirname(path) or b".") as entries:
             names += [os.fsdecode(each.name) for each in itertools.islice(entries, NAMES)]
     folder, slash, name = typed.rpartition("/")
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {folder}{slash}{near[0]}?" if near else ""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {folder}{slash}{found[0]}?" if found else ""
 
 
 # The lock by which the places of one node take turns where they share something.

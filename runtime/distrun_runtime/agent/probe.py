@@ -13,7 +13,7 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from distrun_runtime.agent import commands, helper, preflight
+from distrun_runtime.agent import commands, helper, interpreters, preflight
 from distrun_runtime.agent.commands import TIMED_OUT, Command, CommandResult
 from distrun_runtime.contract import address, daemon, environ, process
 from distrun_runtime.contract import folder as destination
@@ -69,27 +69,27 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     the modules for servers and workers, if that is possible.
     """
     env = environ.snapshot_bytes() if base is None else base
-    asked = preflight.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
+    asked = interpreters.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
     try:
-        found = preflight.told(asked, commands.run(asked), name, socket.gethostname())
+        found = interpreters.told(asked, commands.run(asked), name, socket.gethostname())
     except PreflightFailure as err:
         return {"error": str(err)}
-    if not preflight.is_new(found):
+    if not interpreters.is_new(found):
         return found
     found.update(
-        place=preflight.place(found["version"], found["path"]),
+        place=interpreters.place(found["version"], found["path"]),
         environment=_environment(found["version"], env),
-        install=preflight.how_to_install(found, preflight.missing(found, SERVER_MODULES)),
+        install=interpreters.how_to_install(found, interpreters.missing(found, SERVER_MODULES)),
     )
     return found
 
 
 def _environment(version: str, env: Mapping[bytes, bytes]) -> Dict[str, Any]:
-    for path in preflight.environments(version):
-        asked = preflight.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
+    for path in interpreters.environments(version):
+        asked = interpreters.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
         with contextlib.suppress(PreflightFailure):
-            found = preflight.told(asked, commands.run(asked), path, "")
-            if preflight.fits(found, SERVER_MODULES):
+            found = interpreters.told(asked, commands.run(asked), path, "")
+            if interpreters.fits(found, SERVER_MODULES):
                 return dict(found, path=path)
     return {}
 

@@ -508,3 +508,9 @@ def _private(folder: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     private.check(folder, closes=True)
+
+
+def working_folder(cwd: str) -> str:
+    """Return the folder in which a command for tasks runs: theirs if it exists, else that of the agent (empty)."""
+    path = os.path.expanduser(cwd)
+    return path if os.path.isdir(path) and os.access(path, os.X_OK) else ""

@@ -207,7 +207,7 @@ class Unpacking:
         self._tell_at = 0.0
 
     @property
-    def is_busy(self) -> bool:
+    def is_placing(self) -> bool:
         """Whether `proceed` has something to do."""
         return self._placing is not None
 

@@ -162,6 +162,6 @@ class Client:
         self.mail_size += len(data)
 
     @property
-    def is_busy(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it has so much to take that it may not ask for more."""
         return sum(map(len, self.replies)) > MAIL_LIMIT

@@ -651,7 +651,7 @@ class Service:
         """Tell the selector what is wanted of a client."""
         with self._changed:
             wanted = selectors.EVENT_WRITE if client.is_waiting else 0
-            if not wanted or not client.is_busy:
+            if not wanted or not client.is_full:
                 wanted |= selectors.EVENT_READ
         if self._selector.get_key(client.socket).events != wanted:
             self._selector.modify(client.socket, wanted, client)

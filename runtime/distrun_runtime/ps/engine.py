@@ -110,7 +110,7 @@ class WorkEngine:
         """What replies carry that have not left yet."""
         self._returned: deque[Sequence[replies.ReplyValues]] = deque()
         """What replies carried that have left; the next work gives it back."""
-        self._open = 0
+        self.under_way = 0
         """How much work was handed to the thread whose result was not taken yet."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -130,13 +130,13 @@ class WorkEngine:
     def do(self, what: role.EngineWork) -> role.WorkDone | None:
         """Do one piece of work; what it raises is in the result. None: it is done later, and `result` has it then."""
         size = _size_of(what)
-        if not self._open and isinstance(what, (role.Deliver, role.Forward)):
+        if not self.under_way and isinstance(what, (role.Deliver, role.Forward)):
             # With work that is open this waits its turn in any case, and what is lent is the thread's.
             for each in self._lent.get(what.ticket, ()):
                 size += each.copied_bytes
-        if not self._open and (size < self._much_bytes or isinstance(what, role.ALONE)):
+        if not self.under_way and (size < self._much_bytes or isinstance(what, role.ALONE)):
             return self._do(what)
-        self._open += 1
+        self.under_way += 1
         with self._changed:
             while self._queued_bytes >= QUEUE_BYTES:
                 self._changed.wait()
@@ -154,11 +154,6 @@ class WorkEngine:
         gpu = self._placement.gpu
         return self._placement.failed if gpu is None else gpu.failed
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is work whose result was not taken yet."""
-        return self._open > 0
-
     def result(self, waits: bool = False) -> role.WorkDone | None:
         """Return what came of the first work that was left for later; None: it is not done yet.
 
@@ -166,11 +161,11 @@ class WorkEngine:
             waits: return when it is done.
         """
         with self._changed:
-            if waits and self._open:
+            if waits and self.under_way:
                 self._changed.wait_for(lambda: self._results)
             if not self._results:
                 return None
-            self._open -= 1
+            self.under_way -= 1
             return self._results.popleft()
 
     # What is done while nothing is under way (`ps.steady`)
@@ -293,8 +288,8 @@ class WorkEngine:
             lent = self._out.pop(by, None)
             if lent is not None:
                 self._returned.append(lent)
-        if lent is not None and not self._open:  # There may be no more work, and they keep the arrays of their store.
-            self._give_back()
+        if lent is not None and not self.under_way:
+            self._give_back()  # There may be no more work, and they keep the arrays of their store.
 
     def _give_back(self) -> None:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""

@@ -390,8 +390,8 @@ class NodeSession:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
-        is_busy = self._is_closed or self._exchange is not None or self._loop.is_asked
-        if is_busy or not all(map(self._direct.is_open, links)):
+        is_taken = self._exchange is not None or self._loop.is_asked
+        if self._is_closed or is_taken or not all(map(self._direct.is_open, links)):
             return None
         first = self.worker.reserve(len(sends))
         return CallUnderWay(sends, links, first) if first else None

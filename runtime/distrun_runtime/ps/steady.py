@@ -73,7 +73,8 @@ class _Steps:
     """The round at step 0, if it names a bucket."""
     bucket: object
     """What the server knows of the bucket that it names; None: it has entries."""
-    of: ShardSet
+    subset: ShardSet
+    """The shards that it is about."""
     place: tuple[int, Index]
     """Row of the worker, and index of the shards, in the tables of the store."""
     entries: Array
@@ -99,12 +100,12 @@ class _Steps:
 
     def given(self, frames: Sequence[Buffer]) -> PushedValues:
         """Return what the frames of a message bring."""
-        dtype = DTYPES[self.of.code]
-        _, found, places = self.of.layout
+        dtype = DTYPES[self.subset.code]
+        _, found, places = self.subset.layout
         if len(frames) == 3 and len(places) == 1:
-            return PushedValues(self.of.shards, found, [np.frombuffer(frames[2], dtype)])
+            return PushedValues(self.subset.shards, found, [np.frombuffer(frames[2], dtype)])
         arrays = [np.frombuffer(frame, dtype) for frame in frames[2:]]
-        return PushedValues(self.of.shards, found, [arrays[at][begin:end] for at, begin, end in places])
+        return PushedValues(self.subset.shards, found, [arrays[at][begin:end] for at, begin, end in places])
 
     def pulled(self, head: bytes, number: int) -> role.Batch:
         """Return what a message asks for, without what it brings."""
@@ -112,23 +113,24 @@ class _Steps:
         entries["round"] = number
         own = {"request": int.from_bytes(head[_REQUEST], "little"), "step": int.from_bytes(head[_STEP], "little")}
         asked = {**vars(self.batch.message), **own, "entries": NO_ENTRIES if self.bucket is not None else entries}
-        return role.Batch(self.batch.store, self.of.shards, Message(**asked), entries)
+        return role.Batch(self.batch.store, self.subset.shards, Message(**asked), entries)
 
     def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
         """Return the answer with the values of a round, which are on one side of their arena."""
         front, middle = self.answer
-        shards = self.of.shards
-        frames = self.of.frames.get(side)
+        shards = self.subset.shards
+        frames = self.subset.frames.get(side)
         if frames is None:
             frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
             if not isinstance(frames[0], bytes):  # else they are copies
-                self.of.frames[side] = frames
+                self.subset.frames[side] = frames
         if len(self.answered) == 1:
             made = front + head[_REQUEST] + middle + head[_ROUND]
         else:
             self.answered["round"] = number
             made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
-        return role.SendFrames(self.link, [made, b"", *frames], (values, self.of.index, self.of.index, side, 0))
+        index = self.subset.index
+        return role.SendFrames(self.link, [made, b"", *frames], (values, index, index, side, 0))
 
 
 class _Waiting(Pull):
@@ -136,8 +138,8 @@ class _Waiting(Pull):
 
     def __init__(self, steps: _Steps, head: bytes, number: int, now: float) -> None:
         self.prepared, self.now = (steps, head, number), now
-        self.link, self.rank, self.store, self.shards = steps.link, steps.rank, steps.batch.store, steps.of.shards
-        self.place = steps.place
+        self.link, self.rank, self.place = steps.link, steps.rank, steps.place
+        self.store, self.shards = steps.batch.store, steps.subset.shards
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -149,8 +151,9 @@ class _Waiting(Pull):
 
     def is_alike(self, shards: Array, number: int) -> bool:
         """See Pull."""
-        is_it = self.prepared[2] == number and (self.shards is shards or np.array_equal(self.shards, shards))
-        return is_it and ("owed" not in vars(self) or (bool(self.owed.all()) and not self.passed))
+        wants_it = self.prepared[2] == number and (self.shards is shards or np.array_equal(self.shards, shards))
+        was_answered_in_part = "owed" in vars(self) and (self.passed or not self.owed.all())
+        return wants_it and not was_answered_in_part
 
 
 class Steady:
@@ -165,7 +168,8 @@ class Steady:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
         if self._server.gone:
             self._forget()
-        if len(frames) < 2 or len(frames[1]) or (IN_USE and any(map(place_of, frames))):
+        is_on_gpu = IN_USE and any(map(place_of, frames))
+        if is_on_gpu or len(frames) < 2 or len(frames[1]):  # known messages have no body
             return None
         head = bytes(frames[0])
         values = self._engine.values(int.from_bytes(head[_STORE], "little"))
@@ -190,9 +194,10 @@ class Steady:
                     _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
-        of = steps.of
-        is_in_step = of.progress.version == steps.version and of.has(values.store.progress, of.progress.number)
-        if not (is_in_step or self._look(of, values)):
+        subset = steps.subset
+        progress = subset.progress
+        is_in_step = progress.version == steps.version and subset.has(values.store.progress, progress.number)
+        if not (is_in_step or self._look(subset, values)):
             return None
         if steps.batch.message.kind is Kind.PULL:
             return self._pull(steps, values, head, number, now)
@@ -239,25 +244,27 @@ class Steady:
             return None
         rank, batch, bucket = found
         store, entries = batch.store, batch.entries
-        is_alike = not ((entries["round"] != entries["round"][0]) | (entries["dtype"] != entries["dtype"][0])).any()
+        rounds, codes = entries["round"], entries["dtype"]
+        are_alike = bool((rounds == rounds[0]).all() and (codes == codes[0]).all())
         is_packed = not frames[2:] or len(entries) == 1 or entries["payload"][0] == Payload.PACKED
         sizes = [memoryview(frame).nbytes for frame in frames[2:]]
-        is_whole = not any(size % DTYPES[entries["dtype"][0]].itemsize for size in sizes)
-        is_fit = is_alike and is_packed and is_whole and bool(sizes) == (message.kind is not Kind.PULL)
-        if not is_fit or store.row_size[batch.shards].any() or store.op[batch.shards].any():
+        is_whole = not any(size % DTYPES[codes[0]].itemsize for size in sizes)
+        has_its_values = bool(sizes) == (message.kind is not Kind.PULL)
+        are_dense_sums = not (store.row_size[batch.shards].any() or store.op[batch.shards].any())
+        if not (are_alike and is_packed and is_whole and has_its_values and are_dense_sums):
             return None
-        of = self._shard_set(values, batch.shards, sizes)
-        if not of.size:
+        subset = self._shard_set(values, batch.shards, sizes)
+        if not subset.size:
             return None
         answered = (entries if bucket is None else NO_ENTRIES).copy()
         answered["payload"] = Payload.PACKED
         reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
         me = self._server.me
         head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
-        what = (bucket, of, (int(store.row[rank]), of.index), entries.copy(), answered)
+        place, first = (int(store.row[rank]), subset.index), int(rounds[0]) - message.step
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
-        middle = head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
-        return _Steps(link, rank, about, int(entries["round"][0]) - message.step, *what, (head[_FRONT], middle))
+        answer = head[_FRONT], head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
+        return _Steps(link, rank, about, first, bucket, subset, place, entries.copy(), answered, answer)
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -277,39 +284,39 @@ class Steady:
             values.plan_bytes += 4 * shards.nbytes
         return found
 
-    def _look(self, of: ShardSet, values: Values) -> bool:
+    def _look(self, subset: ShardSet, values: Values) -> bool:
         """Look how far the shards are, and whether they are in step."""
-        store, progress = values.store, of.progress
-        done = store.done.item(of.first)
-        if not (of.has(store.done, done) and of.has(store.ordered, done)):
+        store, progress = values.store, subset.progress
+        done = store.done.item(subset.first)
+        if not (subset.has(store.done, done) and subset.has(store.ordered, done)):
             return False
-        ahead = store.last[:, of.shards] - done
+        ahead = store.last[:, subset.shards] - done
         came = ahead[:, 0] == 1
-        if (ahead != came[:, None]).any() or store.owed[:, of.shards][~came].any():
+        if (ahead != came[:, None]).any() or store.owed[:, subset.shards][~came].any():
             return False
         progress.done, progress.came = done, set(np.flatnonzero(came).tolist())
-        progress.side, progress.version = values.side_of(of), self._server.version
-        store.progress[of.index] = progress.number
+        progress.side, progress.version = values.side_of(subset), self._server.version
+        store.progress[subset.index] = progress.number
         return True
 
     # What messages ask for
 
     def _push(self, steps: _Steps, values: Values, frames: Sequence[Any], number: int, now: float) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        of, store, server = steps.of, steps.batch.store, self._server
-        progress, (row, index) = of.progress, steps.place
+        subset, store, server = steps.subset, steps.batch.store, self._server
+        progress, (row, index) = subset.progress, steps.place
         if number != progress.done + 1 or row in progress.came:
             return None
         is_last = len(progress.came) == len(store.last) - 1
-        waiting = server.pulls.alike(store, of.shards, number) if is_last else []
+        waiting = server.pulls.alike(store, subset.shards, number) if is_last else []
         if waiting is None:
             return None
         frame = frames[2] if len(frames) == 3 else max(frames[2:], key=len)
         progress.version = -1  # until all is done
-        if not self._engine.does_now(values, number, of, steps.given(frames), frame=frame, is_last=is_last):
+        if not self._engine.does_now(values, number, subset, steps.given(frames), frame=frame, is_last=is_last):
             return None
         store.last[steps.place] = number
-        self._counters.bytes_in += of.size
+        self._counters.bytes_in += subset.size
         self._counters.pushes += 1
         server.sample((steps.rank,), steps.batch, (number,), now)
         actions: Actions = []
@@ -319,8 +326,8 @@ class Steady:
             store.fresh[index] = False
             progress.done = number
             progress.came.clear()
-            self._counters.updated(len(of.shards))
-            others_wait = server.pulls.answered(waiting, of.first)
+            self._counters.updated(len(subset.shards))
+            others_wait = server.pulls.answered(waiting, subset.first)
             # Those for more than these shards may still want this round: before the next push it is looked again.
             is_owed = others_wait and bool(store.owed[:, index].any())
             actions = [self._answer(values, *pull.prepared) for pull in waiting]
@@ -334,24 +341,24 @@ class Steady:
 
     def _pull(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions | None:
         """Answer a pull of the worker's last round, or let it wait for the one that is open."""
-        progress = steps.of.progress
+        progress = steps.subset.progress
         if progress.side < 0 or number != progress.done + (steps.place[0] in progress.came):
             return None
         return self._pulled(steps, values, head, number, now)
 
     def _pulled(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions:
         self._counters.pulls += 1
-        if steps.of.progress.done == number:
+        if steps.subset.progress.done == number:
             return [self._answer(values, steps, head, number)]
-        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.of.first, now)
+        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.subset.first, now)
 
     def _answer(self, values: Values, steps: _Steps, head: bytes, number: int) -> role.Action:
         try:
-            made = steps.answer_to(head, number, values, steps.of.progress.side)
+            made = steps.answer_to(head, number, values, steps.subset.progress.side)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
             event = role.WorkDone(role.Discard(0), err, traceback.format_exc())
             return role.Send(steps.link, failed(steps.pulled(head, number).message, event))
-        self._counters.bytes_out += steps.of.size
+        self._counters.bytes_out += steps.subset.size
         return made
 
 

@@ -597,7 +597,9 @@ class DistBackend(StoreBackend):
         """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
         keys, ahead = plan.keys, self._ahead
         follows = kind is Kind.PULL and keys is self._pushed
-        if not (ahead and follows) and (ahead or self._expected or self._gathering.count or self._link.is_busy):
+        was_asked_ahead = bool(ahead) and follows
+        comes_after_others = ahead or self._expected or self._gathering.count or self._link.has_unanswered
+        if comes_after_others and not was_asked_ahead:
             return None  # Something is kept, or not answered.
         asks_ahead = kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT
         if kind is Kind.PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:

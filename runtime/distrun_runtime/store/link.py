@@ -118,7 +118,7 @@ class StoreLink:
         return self._group is None and not self.node.recorder.is_on and not self.node.stages.is_on
 
     @property
-    def is_busy(self) -> bool:
+    def has_unanswered(self) -> bool:
         """Whether anything that was asked is not answered."""
         return bool(self._under_way)
 

@@ -207,6 +207,16 @@ Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
 
 
+def _without_values(route: Route) -> list[Loaded]:
+    """Return the messages of a route that carry no values: pulls, and contributions of nothing."""
+    return [(portion, (), Payload.NONE) for portion in route.portions]
+
+
+def _payload_of(kind: Kind) -> Payload:
+    """Return where the values are of entries that a bucket may stand for."""
+    return Payload.NONE if kind is Kind.PULL else Payload.PACKED
+
+
 class _SentPart(NamedTuple):
     """Messages of one kind that ask for something about the same keys."""
 
@@ -228,6 +238,8 @@ class _Routes:
     push: Route
     pull: Route
     """These are `plain` if nothing is encoded: what a push has registered, a pull names."""
+    are_plain: bool
+    """Whether nothing is encoded, and no key is row-sparse: one route serves pushes and pulls."""
 
 
 class Transfers:
@@ -351,13 +363,13 @@ class Transfers:
             self._link.servers(f"the end of {what}", Kind.RELEASE)
 
     def goes_at_once(self, keys: Selection, waits: bool = True) -> bool:
-        """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
-        needed for what waits for the other workers. Few enough are those of one call only, which `waits`."""
+        """Whether `pushpull` takes these keys: plain values, for which servers need no window while the other workers
+        are waited for. They need none in shared memory, and for one message if the call `waits`: it is the only one."""
         routes = self._routes(keys)
-        if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
+        if not routes.are_plain:
             return False
-        is_few = waits and keys.size_bytes <= MESSAGE_BYTES
-        return is_few or all(self._link.node.staging(portion.link) for portion in routes.plain.portions)
+        is_one_message = waits and keys.size_bytes <= MESSAGE_BYTES
+        return is_one_message or all(self._link.node.staging(portion.link) for portion in routes.plain.portions)
 
     def pushpull(
         self, what: str, keys: Selection, values: Sequence[Array], call: CallOptions
@@ -398,7 +410,7 @@ class Transfers:
         It is one request: all of it is sent, or nothing. Returns as `pushpull`, for the keys that are asked for.
         """
         route = self._routes(asked).plain
-        parts = [self._next(Kind.PUSHPULL, route, [(portion, (), Payload.NONE) for portion in route.portions])]
+        parts = [self._next(Kind.PUSHPULL, route, _without_values(route))]
         if keys.records:
             push = self._routes(keys).plain
             parts.append(self._next(Kind.PUSH, push, self._load(push, keys, values, False, NOTHING_IN_PLACE)))
@@ -409,8 +421,8 @@ class Transfers:
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> NodeRequest:
         """Send that this worker has the next round of keys skipped."""
         route = self._routes(keys).plain
-        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        return self._contribute(what, [self._next(Kind.PUSH, route, loaded)], CallOptions(), skip=note)
+        part = self._next(Kind.PUSH, route, _without_values(route))
+        return self._contribute(what, [part], CallOptions(), skip=note)
 
     def _next(self, kind: Kind, route: Route, loaded: Sequence[Loaded]) -> _SentPart:
         """Return this worker's contribution to the next round of keys."""
@@ -465,8 +477,7 @@ class Transfers:
             own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
         """
         route = self._routes(keys).pull
-        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        request = self._ask(what, route, loaded, priority)
+        request = self._ask(what, route, _without_values(route), priority)
         rounds = self._rounds[route.numbers]
         return request, partial(self._taken, outs, own, route=route, rounds=rounds, records=keys.records)
 
@@ -477,8 +488,7 @@ class Transfers:
         if keys.has_rows or routes.pull is not routes.plain:
             return None
         route, found = routes.plain, list[Array]()
-        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        request, rounds = self._ask(what, route, loaded, 0), self._rounds[route.numbers]
+        request, rounds = self._ask(what, route, _without_values(route), 0), self._rounds[route.numbers]
 
         def take(replies: tuple[Message, ...]) -> Notes:
             found[:] = _seen(route, keys.records, replies, self._stitched)
@@ -562,21 +572,22 @@ class Transfers:
 
     def plan(self, kind: Kind, keys: Selection, call: CallOptions) -> CallPlan | None:
         """Return how the call that was just made is made from now on; None: not by a plan."""
-        routes, pulls = self._routes(keys), kind is not Kind.PUSH
-        route, payload = routes.plain, Payload.NONE if kind is Kind.PULL else Payload.PACKED
-        if keys.has_rows or keys.size_bytes > PLANNED_BYTES or routes.push is not route or routes.pull is not route:
+        routes = self._routes(keys)
+        route, has_answer = routes.plain, kind is not Kind.PUSH
+        if not routes.are_plain or keys.size_bytes > PLANNED_BYTES:
             return None
         if kind is Kind.PUSHPULL and not self.goes_at_once(keys):
             return None
         for portion in route.portions:
-            is_unknown = payload is Payload.PACKED and not portion.bucket and len(portion.entries) >= BUCKET_ENTRIES
-            if portion.is_relayed or not portion.size or is_unknown:
+            registers = kind is not Kind.PULL and not portion.bucket and len(portion.entries) >= BUCKET_ENTRIES
+            if portion.is_relayed or not portion.size or registers:
                 return None
-        loaded: list[Loaded] = [(portion, (), payload) for portion in route.portions]
+        loaded: list[Loaded] = [(portion, (), _payload_of(kind)) for portion in route.portions]
         rounds, body = self._rounds[route.numbers], _body(call.scale)
         made = [message for _, message in self._messages(kind, loaded, rounds, body, call.priority)]
         frames = [[*map(bytes, encode(message, self._link.node.sender))] for message in made]
-        messages = [PlannedMessage(each, head, pulls) for each, (head, _) in zip(route.portions, frames, strict=True)]
+        heads = zip(route.portions, frames, strict=True)
+        messages = [PlannedMessage(portion, head, has_answer) for portion, (head, _) in heads]
         name = (kind, tuple(record.key for record in keys.records), call.priority, call.scale)
         return CallPlan(name, keys, route, messages, frames[0][1])
 
@@ -617,9 +628,8 @@ class Transfers:
     def asked(self, made: PlannedCall) -> Asked:
         """Return what a steady call asks of the servers, as messages."""
         kind, _, priority, scale = made.plan.name
-        payload = Payload.NONE if kind is Kind.PULL else Payload.PACKED
         pairs = zip(made.plan.messages, made.sends, strict=True)
-        loaded = [(each.portion, send.frames[2:], payload) for each, send in pairs]
+        loaded = [(each.portion, send.frames[2:], _payload_of(kind)) for each, send in pairs]
         messages = self._messages(kind, loaded, made.rounds, _body(scale), priority)
         return Asked(
             made.plan.done.what,
@@ -700,7 +710,7 @@ class Transfers:
         for portion, frames, payload in loaded:
             # With a bucket in place of its entries if the server knows one.
             bucket, step = 0, -1
-            if payload is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
+            if payload is _payload_of(kind):
                 bucket, step = self._buckets.name(portion, rounds, registers=kind is not Kind.PULL)
             is_encoded = NONE < portion.how.codec < ROWS
             message = Message(
@@ -726,14 +736,17 @@ class Transfers:
         version = self._compressor.version, size
         if found is None or found.version != version:
             settings = [self._compressor.of(record) for record in keys.records]
-            push = [
+            pushed = [
                 BY_ROWS if _has_rows(record) else _how(setting)
                 for record, setting in zip(keys.records, settings, strict=True)
             ]
-            pull = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
+            pulled = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
             plain = self._route(keys, (), size)
-            both = (self._route(keys, how, size) if any(each.codec for each in how) else plain for how in (push, pull))
-            found = keys.kept = _Routes(version, plain, *both)
+            push, pull = (
+                self._route(keys, hows, size) if any(how.codec for how in hows) else plain for hows in (pushed, pulled)
+            )
+            are_plain = push is plain and pull is plain and not keys.has_rows
+            found = keys.kept = _Routes(version, plain, push, pull, are_plain)
         return found
 
     def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:

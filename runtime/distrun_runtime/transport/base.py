@@ -1,8 +1,7 @@
 """The interface of a transport: what the loop of a node calls, and the events that come back.
 
 A transport carries messages between the nodes of a job. A message is a sequence of frames (buffers); it arrives whole
-or not at all. `zeromq` and `inproc` are transports; `resend` and `faults` wrap one and pass on what they do not
-change.
+or not at all. `zeromq` is a transport; `resend` and `faults` wrap one and pass on what they do not change.
 
 Connections:
     A node listens on one endpoint (`bind`) and opens a connection to each peer that it talks to (`connect`). Replies

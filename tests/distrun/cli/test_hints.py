@@ -130,7 +130,7 @@ def test_a_command_before_the_options_is_put_right(words: tuple[str, ...], typed
     assert result.returncode == 2
     assert "distrun: error: Missing option '-n' / '--num-workers'.\n" in result.stderr.decode()
     told = "options of distrun come before the command: %s" % typed
-    assert hints(result) == [told if typed else "distrun launch -h shows the options"]
+    assert hints(result) == [told if typed else "-n N, the number of workers"]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_command_on_the_command_line_takes_the_place_of_the_files(job: Distrun
         (("launch", "true"), {"DISTRUN_WORKERS": "x"}, "DISTRUN_WORKERS: expected a whole number from 1 to 65536"),
         (("launch", "true"), {"DISTRUN_DETACH": "yes"}, "DISTRUN_DETACH: expected a whole number from 0 to 1"),
         (("launch", "-f", "bad.toml"), {}, "1 error in the job file or configuration"),
-        (("launch", "-n", "1", "--env", "A@nothing", "true"), {}, "--env: cannot read 'nothing'"),
+        (("launch", "-n", "1", "--env", "A@nothing", "true"), {}, "--env A: cannot read 'nothing'"),
         (("rerun",), {}, "Missing argument 'JOB'"),
         (("rerun", "-n", "2"), {}, "The job comes first"),
         (("rerun", "no-job"), {}, "no job 'no-job'"),
@@ -115,6 +115,63 @@ def test_a_source_that_is_wrong_ends_with_2(
     done = job.answer(*words, env=env)
     assert done.returncode == 2
     assert message in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('hosts = "d1 d2"', "3:10: E102: invalid host name 'd1 d2': separate hosts with commas\n{}\n           ^\n"),
+        ('hosts = ["d1", "d2:22", "e:5"]', "3:26: E105: 'e:5' is ambiguous"),
+        ('hosts = ["d1:22", "d1"]', "3:20: E108: 'd1' already listed on line 1 with different port (22 vs none)\n"),
+        ("hosts = []", "3:9: E101: no hosts in ''\n"),
+        ("hostfile = 'nothing'", "3:12: E100: hosts file not found: "),
+        ("hosts = 'd1'\nhostfile-format = 'x'", "4:19: hostfile-format: expected one of auto, "),
+        ("launcher = 'slrum'", "3:12: launcher: there is no launcher 'slrum'"),
+        ("queue = 'x'", "3:9: queue is for engines, and --launcher local is none\n"),
+        ("[worker]\ncores = 2", "4:9: cores is for engines, "),
+        ("launcher = 'kubernetes'\nvolume = ['x']", "4:10: volume: expected SOURCE:DIR[:ro]"),
+        ("hosts = 'd1'\nactivate = 'venv:'", "4:12: activate venv:: expected venv:PATH"),
+        ("hosts = 'd1'\nsync-dst-dir = '/'", "4:16: sync-dst-dir: '/' cannot take copies\n"),
+        ("sync-exclude = ['x']", "3:16: sync-exclude: nothing is copied without --sync-dst-dir\n"),
+        ("hosts = 'd1'\nscheduler.host = 'd2'", "4:18: host: 'd2' is none of the job's hosts: d1\n"),
+        ("show = 'wroker-0'", "3:8: show: no task 'wroker-0' in this job; there is: worker-0"),
+        ("quiet = true\nverbose = 1", "3:9: quiet and -v contradict each other\n"),
+        ("reconnect = true", "3:13: reconnect: a job on this machine has no connections"),
+        ("env-file = 'x'", "3:12: env-file: cannot read '"),
+        ("[env]\nA = 1\nKEY = {file = 'x'}", "5:7: env KEY: cannot read '"),
+        ("[env]\nDISTRUN_OP_TIMEOUT = 'x'", "4:22: DISTRUN_OP_TIMEOUT='x' on host "),
+        ("[profile.p]\nqueue = 'x'", "4:9: queue is for engines, "),
+    ],
+)
+def test_a_mistake_that_is_found_later_is_told_at_its_place_in_the_job_file(
+    distrun: Distrun, text: str, message: str
+) -> None:
+    words = ("--profile", "p") if "profile" in text else ()
+    (distrun.work / "job.toml").write_text(f"workers = 1\ncommand = ['true']\n{text}\n")
+    done = distrun.answer("launch", "-f", "job.toml", "--dry-run", *words)
+    assert done.returncode == 2
+    assert f"job.toml:{message.format('  ' + text)}" in done.stderr.decode()
+    assert "distrun: error: 1 error in the " in done.stderr.decode()
+
+
+def test_a_mistake_that_was_typed_has_no_place_in_the_job_file(job: Distrun) -> None:
+    done = job.answer("launch", "-f", "job.toml", "--queue", "x", "--dry-run")
+    assert done.stderr.decode().startswith("distrun: error: --queue is for engines, and --launcher local is none\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("-f", "job.toml"), "-n N, or workers = N above all tables of job.toml"),
+        (("job.toml",), "for a job file, type distrun launch -f job.toml"),
+        (("true",), "-n N, the number of workers"),
+    ],
+)
+def test_a_number_of_workers_that_is_missing_is_answered_with_what_to_type(
+    distrun: Distrun, words: tuple[str, ...], hint: str
+) -> None:
+    (distrun.work / "job.toml").write_text("command = ['true']\n")
+    assert f"distrun: hint: {hint}\n" in distrun.answer("launch", *words).stderr.decode()
 
 
 def test_variables_of_a_task_are_no_options_of_a_launch_in_it(distrun: Distrun) -> None:

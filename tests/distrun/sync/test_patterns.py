@@ -132,7 +132,7 @@ def compare(options: list[str], tmp_path: Path) -> None:
     copy = Unpacking(plan, "", "1", rules, channel)
     copy.begin()
     assert copy.take("1", bytes(1024), True, "")
-    while copy.is_busy:
+    while copy.is_placing:
         copy.proceed()
     assert [each for each in said if each is not Copying] == [FolderFound, Copied]
     assert left(ours) == left(theirs)

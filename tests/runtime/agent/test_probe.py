@@ -8,7 +8,7 @@ from pathlib import Path
 import nvidia
 import pytest
 
-from distrun_runtime.agent import preflight, probe, query
+from distrun_runtime.agent import interpreters, probe, query
 
 
 def test_the_probe_tells_json_able_facts(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_an_environment_for_the_interpreter_of_another_host_is_left_to_that_host
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    usual = Path(preflight.place("3.11.2", "/usr/bin/python3"))
+    usual = Path(interpreters.place("3.11.2", "/usr/bin/python3"))
     for target, of_us in ((Path(sys.executable), True), (tmp_path / "a python of another host", False)):
         made = usual.with_name(usual.name + ".made-%s" % of_us)
         (made / "bin").mkdir(parents=True)
@@ -113,10 +113,10 @@ def test_an_environment_for_the_interpreter_of_another_host_is_left_to_that_host
         (made / "bin" / "python").symlink_to(target)
         usual.unlink(missing_ok=True)
         usual.symlink_to(made.name)
-        assert (preflight.place("3.11.2", "/usr/bin/python3") == str(usual)) is of_us
-    own = Path(preflight.place("3.11.2", "/usr/bin/python3"))
-    assert own != Path(preflight.place("3.11.2", "/opt/bin/python3"))
+        assert (interpreters.place("3.11.2", "/usr/bin/python3") == str(usual)) is of_us
+    own = Path(interpreters.place("3.11.2", "/usr/bin/python3"))
+    assert own != Path(interpreters.place("3.11.2", "/opt/bin/python3"))
     usual.parent.chmod(0o700)
     own.symlink_to("%s.made-True" % usual.name)
-    found = list(preflight.environments("3.11.2"))
+    found = list(interpreters.environments("3.11.2"))
     assert found == [str(each / "bin" / "python") for each in (own, usual)]

@@ -39,7 +39,7 @@ class Taking:
         pieces = [archive[start : start + piece] for start in range(0, len(archive), piece)]
         for number, each in enumerate(pieces):
             assert self.copy.take(self.run, each, number == len(pieces) - 1, "")
-        while self.copy.is_busy:
+        while self.copy.is_placing:
             self.copy.proceed()
         return self.said[-1]
 
@@ -256,7 +256,7 @@ def test_two_copies_into_one_folder_at_once_do_not_break_each_other(
     archive = tar(*((f"a/{number}/x", str(number)) for number in range(9)), ("l", link("a")))
     for each in copies:
         assert each.copy.take(each.run, archive, True, "")
-    while any(each.copy.is_busy for each in copies):
+    while any(each.copy.is_placing for each in copies):
         for each in copies:
             each.copy.proceed()
     assert [each.said[-1] for each in copies] == [("copied", {"files": 10, "bytes": 9})] * 2

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cluster import TOKEN, config, loop_of
 from history_server import SCHEDULER, History, Piece, data, node, pieces_of, said, values, with_pieces
+from inproc import InprocNetwork
 from slowness import scaled
 
 from distrun_runtime.protocol import message
@@ -23,7 +24,6 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import Arrived, Down, Up
-from distrun_runtime.transport.inproc import InprocNetwork
 
 LIMIT_S = scaled(60.0)
 MESSAGES = 1500

@@ -98,10 +98,10 @@ def test_little_work_is_done_at_once_and_much_work_later(bench: Callable[..., Be
     little = one.engine.do(one.apply(1, is_much=False))
     assert little.error is None
     assert one.engine.do(one.apply(1, is_much=True)) is None
-    assert one.engine.is_busy
+    assert one.engine.under_way == 1
     done = one.engine.result(waits=True)
     assert done.error is None
-    assert not one.engine.is_busy
+    assert one.engine.under_way == 0
 
 
 def test_results_come_in_the_order_of_the_work_whatever_its_size(bench: Callable[..., Bench]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from cluster import config
+from inproc import InprocNetwork, InprocTransport
 from scripted_transport import Held, Script
 from slowness import scaled
 
@@ -24,7 +25,6 @@ from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Released, Up
-from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
 
 TOKEN = config("x").token
 LIMIT_S = 60.0

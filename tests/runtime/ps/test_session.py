@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
+from inproc import InprocNetwork
 from ports import free_port
 
 from distrun_runtime.arrays.shared_memory import BLOCKS
@@ -18,7 +19,6 @@ from distrun_runtime.protocol.message import Kind, Membership, Message
 from distrun_runtime.ps import session as sessions
 from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.session import NodeSession
-from distrun_runtime.transport.inproc import InprocNetwork
 
 
 def chained(cause: BaseException) -> BaseException:

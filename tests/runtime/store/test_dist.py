@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, config, open_store, run_job
+from inproc import InprocNetwork
 from slowness import scaled
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.transport.inproc import InprocNetwork
 
 SHAPE = (2, 3)
 BIG = (1200, 1200)

@@ -14,12 +14,12 @@ import pytest
 from cluster import DEADLINE_S, Cluster, open_store, run_job
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inproc import InprocNetwork
 
 from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import transfers
-from distrun_runtime.transport.inproc import InprocNetwork
 
 pytestmark = pytest.mark.usefixtures("placement")
 SHARD_BYTES = 128

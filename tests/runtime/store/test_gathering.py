@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster, open_store, run_job
+from inproc import InprocNetwork
 from slowness import scaled
 
 from distrun_runtime.arrays.dtypes import Buffer
@@ -16,7 +17,6 @@ from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store import dist
-from distrun_runtime.transport.inproc import InprocNetwork
 
 KEYS = ["k%d" % number for number in range(100)]
 

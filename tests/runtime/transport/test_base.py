@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from inproc import InprocNetwork
 from ports import free_port
 from slowness import scaled
 from transports import DEADLINE_S, HOST, LONG, agree, endpoint, frames_of, has, until, welcomed
@@ -18,7 +19,6 @@ from distrun_runtime.transport.base import Arrived, Down, Event, Released, Trans
 from distrun_runtime.transport.direct import DirectTransport
 from distrun_runtime.transport.faults import Faults, Faulty
 from distrun_runtime.transport.host_paths import BulkTransport
-from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport
 

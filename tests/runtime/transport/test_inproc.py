@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from inproc import InprocNetwork
 from transports import DEADLINE_S, HOST, endpoint, frames_of, has, until
 
 from distrun_runtime.transport.base import Arrived, Down, Up
-from distrun_runtime.transport.inproc import InprocNetwork
 
 
 def test_a_late_message_arrives_late_and_in_order() -> None:
