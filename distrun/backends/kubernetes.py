@@ -281,6 +281,7 @@ class Kubernetes(Engine):
         if clock() < self._seen_at + min(POD_S * len(self._seen.pods), LEASE_S / 6):
             return self._told
         found = self._objects(handle)
+        self._recall(handle, found)
         if self._is_forgotten(found):
             if self._ran_at is None:
                 return QueueStatus(ENDED, answers.FORGOTTEN.text, why=answers.FORGOTTEN)
@@ -323,11 +324,8 @@ class Kubernetes(Engine):
 
     def is_gone(self, handle: Handle) -> bool:
         """Return whether the job has no Jobs and no JobSet any more. Those that have ended are there for KEPT_S."""
-        if self._objects(handle).jobs:
-            return False
-        return handle.more["kind"] == JOBS or not self._ask(
-            handle, "get", JOBSETS, _selected(handle.id), "--output=name"
-        )
+        has_jobs, names = bool(self._objects(handle).jobs), (JOBSETS, _selected(handle.id), "--output=name")
+        return not has_jobs and (handle.more["kind"] == JOBS or not self._ask(handle, "get", *names))
 
     def cancel(self, handle: Handle) -> None:
         """Delete the Jobs, and with them pods and Secret. Pods of lost nodes are removed: agents end by themselves."""
@@ -349,6 +347,7 @@ class Kubernetes(Engine):
         for _ in tries(EXPLAIN_S):
             with contextlib.suppress(EngineError):  # what was seen before may tell
                 found = self._objects(handle)
+                self._recall(handle, found)
             if self._is_forgotten(found):
                 return answers.FORGOTTEN if self._ran_at is None else None
             told = answers.explanation(found, self._seen, place, limit)
@@ -456,6 +455,14 @@ class Kubernetes(Engine):
         self._seen = self._seen.then(found)
         self._seen_at = clock() if found.jobs else self._seen_at
         return found
+
+    def _recall(self, handle: Handle, found: Objects) -> None:
+        """Ask whether pods that have gone without a reason were preempted: a pod may go between two looks."""
+        there = {pod.name for pod in found.pods}
+        if found.jobs and any(pod.name not in there and pod.explanation() is None for pod in self._seen.pods):
+            words = ("get", "events", f"--field-selector=reason={answers.PREEMPTED}", "--output=json")
+            with contextlib.suppress(EngineError):  # this user may not list events
+                self._seen = self._seen.preempted(self._ask(handle, *words))
 
     def _ask(self, handle: Handle | None, *words: str) -> str:
         """Return what kubectl prints, asked where a job is; None: where the options say. Raises EngineError."""

@@ -8,6 +8,7 @@ https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ for DisruptionTa
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,10 @@ NO_PROGRAM = "executable file not found"
 """What the message has if a container waits because the image lacks its program (CRI-O)."""
 AGENT = "agent"
 """Name of the container; others may be added by the cluster."""
+PREEMPTION, PREEMPTED = "PreemptionByScheduler", "Preempted"
+"""What the scheduler calls it that a pod has to go: in the pod's condition DisruptionTarget, and in an event."""
 DISRUPTED = {
-    "PreemptionByScheduler": "preempted by a pod of higher priority",
+    PREEMPTION: "preempted by a pod of higher priority",
     "EvictionByEvictionAPI": "evicted, as when its node is drained",
     "DeletionByTaintManager": "its node {node} is lost, or was tainted",
     "DeletionByPodGC": "its node {node} is gone",
@@ -143,8 +146,7 @@ class Pod:
     def explanation(self) -> Explanation | None:
         """Return why Kubernetes ended it, or cannot start it; None: it does not say."""
         disrupted = self.conditions.get("DisruptionTarget", {})
-        disrupted = disrupted if disrupted.get("status") == "True" else {}
-        by = disrupted.get("reason", "")
+        by = disrupted.get("reason", "") if disrupted.get("status") == "True" else ""
         if self.ended.word == "OOMKilled":
             return Explanation(137, f"Kubernetes: out of memory (OOMKilled); raise --{self.role}-memory")
         if self.why.word == "Evicted":
@@ -246,6 +248,13 @@ class Objects(NamedTuple):
         pods = {pod.name: pod for pod in (*self.pods, *later.pods)}
         return Objects(list(jobs.values()), list(pods.values()))
 
+    def preempted(self, text: str) -> Objects:
+        """Return all objects; pods that are in events of that, as kubectl prints them, say that they were preempted."""
+        names = {each["involvedObject"].get("name") for each in json.loads(text)["items"]}
+        told = {"DisruptionTarget": {"status": "True", "reason": PREEMPTION}}
+        pods = [dataclasses.replace(pod, conditions=told) for pod in self.pods if pod.name in names]
+        return self.then(Objects((), pods))
+
 
 def standing(found: Objects, seen: Objects, has_run: bool = False, limit: Explanation = FORGOTTEN) -> QueueStatus:
     """Return how a job stands.
@@ -337,25 +346,12 @@ def explanation(found: Objects, seen: Objects, place: str, limit: Explanation = 
 
 def lost_node(text: str) -> str:
     """Return why a node is lost, from `kubectl get node NAME --output=json`; empty: it is not."""
-    told = json.loads(text)
-    ready: Mapping[str, Any] = next(
-        (each for each in told["status"].get("conditions", ()) if each["type"] == "Ready"), {}
-    )
+    conditions = json.loads(text)["status"].get("conditions", ())
+    ready: Mapping[str, Any] = {each["type"]: each for each in conditions}.get("Ready", {})
     return "" if ready.get("status") == "True" else str(Reason.of(ready)) or "not ready"
 
 
-UNITS = {
-    "": 1,
-    "m": 1e-3,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-    "Ti": 1 << 40,
-}
+UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 """Suffixes of the API's quantities."""
 
 

@@ -720,6 +720,7 @@ class Recorded(Kubernetes):
         self.fails: set[str] = set()
         self.goes_with = "pods"
         """What is deleted when all has gone."""
+        self.events: list[dict[str, Any]] = []
         self.jobset = ""
         """What kubectl prints of JobSets."""
         self.node = json.dumps({"status": {"conditions": []}})
@@ -738,7 +739,7 @@ class Recorded(Kubernetes):
             return self.jobset
         if words[:2] == ("get", "node"):
             return self.node
-        return '{"items": []}' if words[1] == "events" else json.dumps(self.found)
+        return json.dumps({"items": self.events} if words[1] == "events" else self.found)
 
     def _run(self, argv: Sequence[str], text: str = "") -> str:  # type: ignore[override]
         self.asked.append(argv[0])
@@ -779,6 +780,46 @@ def test_looking_at_a_job_that_has_ended_deletes_nothing_and_its_cause_stays_kno
     engine.fails = {"jobs,pods"}
     told = engine.explain(HANDLE, "worker-0")
     assert told.code == 137
+
+
+@pytest.mark.parametrize("has_run", [True, False], ids=["runs", "waits"])
+def test_a_pod_that_was_preempted_and_has_gone_before_it_was_looked_at_is_explained_by_an_event(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Recorded(monkeypatch, "running")
+    items = engine.found["items"]
+    if not has_run:
+        items[-1]["status"]["phase"] = "Pending"
+    assert engine.sees().state == (RUNNING if has_run else QUEUED)
+    [pod] = [each for each in answers.Objects.of(json.dumps(engine.found)).pods if each.place == "worker-0"]
+    engine.found["items"] = [each for each in items if each["metadata"]["name"] != pod.name]
+    if not has_run:
+        [job] = [
+            each for each in items if each["kind"] == "Job" and each["metadata"]["labels"]["distrun/role"] == "worker"
+        ]
+        job["status"]["failedIndexes"] = "0"
+    engine.events = [{"reason": "Preempted", "type": "Normal", "involvedObject": {"kind": "Pod", "name": pod.name}}]
+    if not has_run:
+        found = engine.sees()
+        assert (found.state, found.why.code) == (ENDED, 7)
+        assert "preempted by a pod of higher priority" in found.text
+    told = engine.explain(HANDLE, "worker-0")
+    assert told.code == 7
+    assert told.text.startswith("Kubernetes: preempted by a pod of higher priority")
+    engine.fails = {"events"}
+    assert engine.explain(HANDLE, "worker-0") == told
+
+
+def test_a_pod_that_has_gone_and_no_event_says_why_was_deleted_by_someone_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorded(monkeypatch, "running")
+    assert engine.sees().state == RUNNING
+    assert not engine.counts("get events")
+    *rest, _ = engine.found["items"]
+    engine.found["items"] = rest
+    for fails in (set(), {"events"}):
+        engine.fails = fails
+        assert engine.explain(HANDLE, "worker-1").code == 143
+    assert engine.counts("get events") == 2
 
 
 def test_what_a_job_that_has_ended_leaves_is_deleted_by_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_lost_nodes_are_counted_by_role_and_workers_by_membership_without_asking
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_call_to_a_node_whose_thread_has_failed_ends_with_what_failed_there() -> None:
-    with Cluster(1, 1, over="inproc") as cluster:
+    with Cluster(1, 1, over="inproc", stays=True) as cluster:
         session = cluster.session(0)
         session.open()
 
