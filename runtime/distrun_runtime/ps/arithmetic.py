@@ -572,19 +572,14 @@ def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[Devic
             update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
             for number, begin, end, _, (weight, _, state, knobs) in plan.steps
         ]
-        steps = update.GpuSteps(values.rule, items)
+        steps = update.GpuSteps(values.rule, items, [some.tolist() for _, _, _, some, _ in plan.steps])
         if not any(
             isinstance(part.memory, Borrowed) for its in parts for part in its
         ):  # These come anew with each call.
             if len(plan.on_gpu) >= GPU_STEPS:
                 plan.on_gpu.clear()
             plan.on_gpu[where] = steps
-    try:
-        steps.make()
-    finally:
-        steps.count()
-        for _, _, _, some, one in plan.steps:
-            values.steps[some] = cast(int, one.state["updates"])
+    steps.make(values.steps)
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:

@@ -398,7 +398,7 @@ class PlannedUpdate:
         self._before: list[Callable[[], object]] = []
         """What brings the parts to the values' GPUs."""
         self._updates: list[Callable[[], object]] = []
-        self._steps: list[_PlannedSteps] = []
+        self._steps: list[tuple[Values, GpuSteps]] = []
         """Of the updates."""
         self._after: list[Callable[[], object]] = []
         """What brings the values to the outs."""
@@ -467,9 +467,18 @@ class PlannedUpdate:
             if self._rule is None:
                 self._updates.append(home.sum_lists(given, [each.some(its) for each in outs], some, kind, dtype))
             else:
-                steps = _PlannedSteps(self._rule, [stored[at] for at in its], given, self._sums_first)
-                self._steps.append(steps)
-                self._updates.append(steps.make)
+                self._steps.append((stored[0].values, self._steps_of([stored[at] for at in its], given)))
+                self._updates.append(partial(_make, *self._steps[-1]))
+
+    def _steps_of(self, stored: Sequence[Stored], given: Sequence[TensorColumn]) -> GpuSteps:
+        """Return the rule's steps of values on one GPU, by columns of parts."""
+        values, shards = stored[0].values, [each.shard for each in stored]
+        items = [
+            WeightStep(each.array, [], cast("dict[str, Any]", values.state_of(shard)), values.knobs_of(shard))
+            for each, shard in zip(stored, shards, strict=True)
+        ]
+        assert self._rule is not None
+        return GpuSteps(self._rule, items, [(shard,) for shard in shards], given, is_work=self._sums_first)
 
     def _multiply(self, home: GpuDevice, sums: GpuArray) -> None:
         home.scale(sums, self._scale)
@@ -485,13 +494,17 @@ class PlannedUpdate:
     def is_valid(self) -> bool:
         """Tell whether values and states are those of the plan, and what updates them is."""
         is_same = self._weights.calls is self._layout and self._weights.rule is self._rule
-        return is_same and all(map(_PlannedSteps.is_valid, self._steps))
+        return is_same and all(steps.are_in_step(values.steps) for values, steps in self._steps)
 
     def run(self, scale: float) -> None:
         """Launch all of it."""
         self._scale = scale
         for work in self._work:
             work()
+
+
+def _make(values: Values, steps: GpuSteps) -> None:
+    steps.make(values.steps)
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[range]:
@@ -511,43 +524,6 @@ def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
     if len(devices := {column.devices[number] for number in numbers}) > 1:
         raise _NoPlan
     return devices.pop()
-
-
-class _PlannedSteps:
-    """The rule's steps of values on one GPU, by columns of parts."""
-
-    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[TensorColumn], is_work: bool) -> None:
-        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
-        self._states: list[Any] = [self._values.state_of(each.shard) for each in stored]
-        self._updates = self._values.steps[self._shards]
-        """Of each value, before the next step."""
-        knobs = map(self._values.knobs_of, self._shards.tolist())
-        items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
-        self._steps = GpuSteps(rule, items, given, is_work=is_work)
-
-    def is_valid(self) -> bool:
-        """Tell whether all values have had equally many updates since the last step."""
-        steps = self._values.steps[self._shards]
-        if (steps == self._updates).all():
-            return True
-        ahead = steps - self._updates  # by other calls of the same keys
-        if (ahead != ahead[0]).any():
-            return False
-        self._steps.skip(int(ahead[0]))
-        self._updates = steps
-        return True
-
-    def make(self) -> None:
-        """Make a step of each."""
-        try:
-            self._steps.make()
-            self._updates += 1
-        except BaseException:  # some may have been made
-            self._steps.count()
-            self._updates[:] = [state["updates"] for state in self._states]
-            raise
-        finally:
-            self._values.steps[self._shards] = self._updates
 
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
