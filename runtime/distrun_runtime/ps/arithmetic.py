@@ -41,6 +41,8 @@ SHARED_ELEMENTS = 1 << 23
 """Threads share steps over so many elements: sums that are copied for them take no more memory."""
 GPU_STEPS = 64
 """So many lists of the addresses of parts are kept of each."""
+_AT_ONCE = (SYNC, 0)
+"""The turn of an update that waits for nothing."""
 
 
 # What messages bring
@@ -436,13 +438,13 @@ def _update(
     code: int,
     shards: Array,
     found: Sequence[Run],
-    parts: Sequence[Sequence[DeviceArray]],
+    parts: Iterable[Sequence[DeviceArray]],
     *,
     turn: tuple[int, int],
     result: UpdateResult,
 ) -> None:
-    """Update shards of one dtype by the sums of the parts of each run."""
-    arena = values.arenas[code]
+    """Update shards of one dtype by the sums of the parts of each run, each of which is asked for after those before
+    it are used where the rule is flat."""
     by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
     if by_shard:
         for run, given in zip(found, parts, strict=True):
@@ -450,20 +452,21 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     values.gather(shards)
-    if values.rule is not None and _step_together(values, code, shards, found, parts):
-        return
-    size = sum(run.end - run.begin for run in found)
+    if values.rule is None:
+        values.write_sums(code, shards, found, parts)
+    elif not _step_together(values, code, shards, found, parts):
+        _step_by_side(values, code, shards, found, parts)
+
+
+def _step_by_side(
+    values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
+) -> None:
+    """Make the steps of shards of which some are lent, or which are on several sides."""
+    arena, size = values.arenas[code], sum(run.end - run.begin for run in found)
     is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
     steps: list[tuple[Array, update.WeightStep]] = []
-    sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
-    sides: list[tuple[Array, int]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
-        target = arena.view(piece.begin, piece.end, side)
-        if values.rule is None:
-            sums.append((addends, target))
-            sides.append((here, side))
-            continue
-        present = int(values.side[here[0]])
+        target, present = arena.view(piece.begin, piece.end, side), int(values.side[here[0]])
         if side != present:
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
@@ -471,8 +474,6 @@ def _update(
         if is_alone:  # while they are in the processor's cache
             step_all(values, steps)
             steps = []
-    if sums:
-        values.write_sums(sums, sides)
     step_all(values, steps)
 
 
@@ -499,9 +500,14 @@ def update_by(values: Values, code: int, shards: Array, sizes: tuple[int, ...], 
             are used.
     """
     _, found, places = layout(values, shards, sizes)
-    parts = _cut(places, arrays)
-    if values.rule is None or not _step_together(values, code, shards, found, parts):
-        _update(values, code, shards, found, list(parts), turn=(SYNC, 0), result=UpdateResult())
+    _update(values, code, shards, found, _cut(places, arrays), turn=_AT_ONCE, result=UpdateResult())
+
+
+def update_whole(values: Values, shard: int, given: Contribution) -> None:
+    """Update a shard that is all of its value, by itself; what its rule raises is raised."""
+    squares = _update_or_prepare(values, shard, given, _AT_ONCE)
+    if squares is not None:
+        _finish(values, shard, _AT_ONCE, squares)
 
 
 def _cut(places: Sequence[tuple[int, int, int]], arrays: Iterable[DeviceArray]) -> Iterator[list[DeviceArray]]:
@@ -649,23 +655,25 @@ def _update_alone(values: Values, shard: int, given: Contribution, turn: tuple[i
     if values.store.row_size[shard]:
         values.round_rows[shard] = given.rows if isinstance(given, Rows) else None
     try:
-        if values.rule is not None:
-            squares = _step_alone(values, shard, given, turn)
-            if squares is not None:
-                result.squares[shard] = squares
-            return
-        dense = spread(given, int(values.store.length[shard]))
-        is_here = is_on_host(dense.values) == values.is_on_host
-        values.device.sum([dense.values if is_here else values.device.put(dense.values)], values.own(shard, keep=False))
+        squares = _update_or_prepare(values, shard, given, turn)
     except Exception as err:
         # A user's rule may raise anything.
         result.failed[shard] = (err, traceback.format_exc())
+    else:
+        if squares is not None:
+            result.squares[shard] = squares
 
 
-def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int, int]) -> tuple[float, ...] | None:
-    """Do one update of a shard; with a rule that needs norms, the first half of it."""
+def _update_or_prepare(
+    values: Values, shard: int, given: Contribution, turn: tuple[int, int]
+) -> tuple[float, ...] | None:
+    """Do one update of a shard; with a rule that needs norms, the first half of it: return its sums of squares."""
     rule = values.rule
-    assert rule is not None
+    if rule is None:
+        dense = spread(given, int(values.store.length[shard])).values
+        is_here = is_on_host(dense) == values.is_on_host
+        values.device.sum([dense if is_here else values.device.put(dense)], values.own(shard, keep=False))
+        return None
     knobs = values.knobs_of(shard)
     if values.goes_flat(shard):
         run = Run(0, 1, *values.span(shard), 0)
@@ -704,7 +712,7 @@ def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
         by_shard = values.rule.needs_norms or values.store.row_size[batch.shards].any()
         if by_shard or not is_plain(batch) or len(set(numbers)) > 1:
             for (shard, given), number in zip(contributions(values, batch), numbers, strict=True):
-                squares = _step_alone(values, shard, given, (what.rank, number))
+                squares = _update_or_prepare(values, shard, given, (what.rank, number))
                 if squares is not None:
                     result.squares[shard] = squares
         else:
@@ -722,11 +730,14 @@ def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
 
 def finish(values: Values, what: role.FinishUpdate) -> None:
     """Finish an update whose norms are known."""
-    half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
-    if what.shard not in values.state:
-        values.state[what.shard] = cast(dict[str, Any], half.rule.new_state(values.weight(what.shard)))
-    weight = values.own(what.shard)
-    half.rule.finish(weight, half.prepared, what.totals, values.state[what.shard], half.knobs)
+    _finish(values, what.shard, (what.turn.rank, what.turn.round), what.totals)
+
+
+def _finish(values: Values, shard: int, turn: tuple[int, int], totals: tuple[float, ...]) -> None:
+    half = values.open_updates[shard].pop(turn)
+    if shard not in values.state:
+        values.state[shard] = cast(dict[str, Any], half.rule.new_state(values.weight(shard)))
+    half.rule.finish(values.own(shard), half.prepared, totals, values.state[shard], half.knobs)
 
 
 def drop(values: Values, what: role.DropUpdate) -> None:

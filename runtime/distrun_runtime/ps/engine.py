@@ -366,12 +366,7 @@ class WorkEngine:
 
     def _write(self, values: Values, batch: role.Batch) -> None:
         for code, given in arithmetic.given_by(values, batch):
-            arena = values.arenas[code]
-            sums, sides = [], []
-            for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
-                sums.append((parts, arena.view(piece.begin, piece.end, side)))
-                sides.append((shards, side))
-            values.write_sums(sums, sides)
+            values.write_sums(code, given.shards, given.runs, [[part] for part in given.parts])
 
     def _try_fill(self, what: role.TryFill) -> None:
         message = what.message

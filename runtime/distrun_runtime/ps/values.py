@@ -6,7 +6,7 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple, Union, cast
@@ -490,7 +490,7 @@ class Values:
                 self.encoded.pop(shard, None)
 
     def cut(
-        self, shards: Array, found: Sequence[Run], parts: Sequence[Sequence[DeviceArray]]
+        self, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
     ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
         """Yield parts of runs that lie on one side: shards, run, parts, and the side to write."""
         sides = self.side[shards]
@@ -532,9 +532,13 @@ class Values:
     # Sums
 
     def write_sums(
-        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array | slice, int]]
+        self, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
     ) -> None:
-        """Write sums, which are the values of shards from then on; `sides`: where these are."""
+        """Write the sums of the parts of each run, which are the values of shards of one dtype from then on."""
+        arena, sums, sides = self.arenas[code], [], []
+        for here, piece, addends, side in self.cut(shards, found, parts):
+            sums.append((addends, arena.view(piece.begin, piece.end, side)))
+            sides.append((here, side))
         self.device.sums(sums)
         for shards, side in sides:
             self.side[shards] = side

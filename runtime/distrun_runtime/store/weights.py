@@ -21,7 +21,7 @@ from distrun_runtime.arrays.dtypes import Array, DType, is_float, narrow, widen,
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.reduce import scaled
+from distrun_runtime.ops.reduce import Contribution, Dense, Rows, scaled
 from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps import arithmetic, statefile
@@ -210,30 +210,13 @@ class Weights:
             self._follow(keys, sums)
         alone, together = self.calls.get(keys) or self._planned(keys)
         for at in alone:
-            self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
+            kept = self.kept[keys.keys[at]]
+            arithmetic.update_whole(kept.values, kept.shard, _contribution(kept.record, sums[at], scale))
         for each in together:
             try:
                 each.update(sums if len(each.at) == len(sums) else [sums[at] for at in each.at], scale)
             except KVError as err:
                 raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
-
-    def _update_alone(self, kept: Stored, value: Value, scale: float) -> None:
-        weight, rows = kept.array, value.rows if isinstance(value, RowSparse) else None
-        given = value.values if isinstance(value, RowSparse) else on_host(value)
-        if scale != 1:
-            given = scaled(widen(given), scale)
-        if self.rule is None:
-            weight[...] = np.zeros((), weight.dtype)
-            weight[rows] = narrow(given, weight.dtype)
-            return
-        if self.spec is not None:  # Rules see values flat, or as rows.
-            width = () if rows is None else (kept.record.row_size,)
-            weight = weight.reshape((len(weight) if width else -1, *width))
-            given = given.reshape((len(given) if width else -1, *width))
-        state = kept.values.state.get(kept.shard)
-        if state is None:
-            state = kept.values.state[kept.shard] = self.rule.new_state(kept.array.reshape(-1))
-        self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
 
     def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
         """Return what `calls` keeps of a call."""
@@ -319,7 +302,16 @@ class Weights:
             self._to_host()  # first, as nothing but this may fail
         self.install(None, None)
         if updater is not None:
-            self.install(None, rules.UpdaterRule(updater, {}))
+            self.install(None, rules.UpdaterRule(self._shaped(updater), {}))
+
+    def _shaped(self, updater: Updater) -> Updater:
+        """Return a function that takes flat arrays, as rules do."""
+
+        def call(key: Key, received: Array, stored: Array) -> None:
+            shape = self.kept[key].record.shape
+            updater(key, received.reshape(shape), stored.reshape(shape))
+
+        return call
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -524,6 +516,14 @@ def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
     if len(devices := {column.devices[number] for number in numbers}) > 1:
         raise _NoPlan
     return devices.pop()
+
+
+def _contribution(record: KeyRecord, value: Value, scale: float) -> Contribution:
+    """Return the sum of a key that goes by itself, times a number, as a server has it."""
+    given = scaled(widen(value.values if isinstance(value, RowSparse) else on_host(value)), scale)
+    if isinstance(value, RowSparse) and record.row_size:
+        return Rows(value.rows, given.reshape(len(given), record.row_size))
+    return Dense(given.reshape(-1), False)
 
 
 def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
