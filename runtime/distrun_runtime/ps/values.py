@@ -540,8 +540,8 @@ class Values:
             sums.append((addends, arena.view(piece.begin, piece.end, side)))
             sides.append((here, side))
         self.device.sums(sums)
-        for shards, side in sides:
-            self.side[shards] = side
+        for here, side in sides:
+            self.side[here] = side
 
     def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
         """Write sums, which are the values of shards on this side from then on."""

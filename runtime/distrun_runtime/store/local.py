@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +36,6 @@ from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.values import First, RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
-if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.plans import Plans
-
-
 MOST_UNCOUNTED = 64
 """So many lists of keys may have pushes that are not counted yet."""
 
@@ -62,8 +58,6 @@ class LocalBackend(StoreBackend):
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights(self.reducer.host)
         self.reducer.prepares.append(self._weights.prepare)
-        self._plans: Plans | None = None
-        """Of calls with arrays on a GPU, once there was one."""
         self._counters = Counters()
         self._pushes: dict[Key, int] = defaultdict(int)
         self._uncounted: dict[Selection, int] = defaultdict(int)
@@ -101,7 +95,6 @@ class LocalBackend(StoreBackend):
     def delete(self, records: list[KeyRecord], call_number: int) -> None:
         with self._open():
             self._count_pushes()
-            self._plans = None
             for record in records:
                 self._weights.delete(record.key)
                 self._pushes.pop(record.key, None)
@@ -144,12 +137,8 @@ class LocalBackend(StoreBackend):
         if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
             return None
         with self._lock:
-            if self._plans is None:
-                from distrun_runtime.arrays.plans import Plans
-
-                self._plans = Plans(devices.gpus())
             try:
-                made = self._plans.call(keys, given, outs, self._weights.planned, scale)
+                made = self._weights.planned(keys, given, outs, scale)
                 if made is None:
                     return None
             except KVError as err:
@@ -177,17 +166,10 @@ class LocalBackend(StoreBackend):
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold the lock of a store that no other thread has closed meanwhile.
-
-        Plans of arrays that have moved, or have other states then, do not keep their memory."""
+        """Hold the lock of a store that no other thread has closed meanwhile."""
         with self._lock:
             self.lifetime.check()
-            before = self._weights.calls
-            try:
-                yield
-            finally:
-                if self._weights.calls is not before:
-                    self._plans = None
+            yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
         kept = self._weights.kept
@@ -282,14 +264,6 @@ class LocalBackend(StoreBackend):
         finally:
             trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
 
-    def num_dead(self, mask: int) -> int:
-        return 0
-
-    # Membership
-
-    def barrier(self) -> Pending:
-        return CompletedCall("barrier")
-
     def join(self) -> None:
         """Return at once: there are no other workers."""
 
@@ -298,16 +272,7 @@ class LocalBackend(StoreBackend):
 
     def close(self) -> None:
         with self._lock:
-            self._weights.clear()
-            self._plans = None
+            self._weights = Weights(self.reducer.host)
+        self.reducer.prepares.clear()
         self._compressor.clear()
         self.reducer.trim()
-
-    def abort(self, error: BaseException) -> None:
-        self.close()
-
-    give_up = abort
-
-    def companion(self) -> StoreBackend:
-        """Raise KVError: a local store is not shared."""
-        raise KVError(f"a {self.type!r} store has no other workers")

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
+from distrun_runtime.arrays.device import Device, DeviceArray, copy, gpus, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, is_float, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -34,7 +34,7 @@ from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn
-    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn
+    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn, Plans
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied to a GPU, before their keys are updated."""
@@ -60,34 +60,38 @@ class _Together:
     """Keys of a call that are updated together: dense, of one dtype, on one device, by a flat rule or by none.
 
     Arguments:
-        code: of the dtype, in messages.
         at: their places in the call.
         stored: the values of all keys of the call.
     """
 
-    def __init__(self, code: int, at: list[int], stored: Sequence[Stored]) -> None:
-        self.values = values = stored[at[0]].values
-        self.at, self._code = at, code
-        self._arrays = [stored[each].array for each in at]
-        self._shards = np.array([stored[each].shard for each in at])
-        self._pieces: dict[tuple[int, int], Array] = {}
-        """Of the shards, each the same object again: what is known of it is found by that."""
-        self._joins, self._sizes = _joins(values.store.length[self._shards])
+    def __init__(self, at: list[int], stored: Sequence[Stored]) -> None:
+        self.at, self.values, self.dtype = at, stored[at[0]].values, stored[at[0]].record.dtype
+        self.arrays = [stored[each].array for each in at]
+        self.sizes = [each.size for each in self.arrays]
+        # The same objects again with each call: what is known of shards is found by that.
+        self.shards = np.array([stored[each].shard for each in at])
+        if self.values.device.is_gpu:
+            self._groups = _groups(self.sizes, COPIED_BYTES // work_dtype(self.dtype).itemsize)
+        else:
+            self._groups = _groups(self.sizes, CHUNK, JOINED_ELEMENTS)
+        self._pieces = [self.shards[each] for each in self._groups]
+        self._totals = tuple(sum(self.sizes[each]) for each in self._groups)
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        values = self.values
-        if values.device.is_gpu:
-            for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
-                shards = self._pieces.setdefault((first, last), self._shards[first:last])
-                flat = [each.reshape(-1) for each in some]
-                arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
-        elif values.rule is None:
-            for array, total in zip(self._arrays, sums, strict=True):
+        values, device = self.values, self.values.device
+        update_by = partial(arithmetic.update_by, values, DTYPE_CODES[self.dtype])
+        groups = (sums[each] for each in self._groups)
+        if not device.is_gpu and values.rule is None:
+            for array, total in zip(self.arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
+        elif not device.is_gpu:
+            update_by(self.shards, self._totals, (_joined(some, scale) for some in groups))
+        elif scale == 1 and all(getattr(each, "device", None) is device for each in sums):
+            update_by(self.shards, tuple(self.sizes), [each.reshape(-1) for each in sums])
         else:
-            arrays = (_joined(sums[first:last], scale) for first, last in self._joins)
-            arithmetic.update_by(values, self._code, self._shards, self._sizes, arrays)
+            for shards, total, some in zip(self._pieces, self._totals, groups, strict=True):
+                update_by(shards, (total,), [_bucket_of(cast("GpuDevice", device), some, self.dtype, scale)])
 
 
 class Weights:
@@ -113,8 +117,9 @@ class Weights:
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
         self.calls: WeakKeyDictionary[Selection, tuple[list[int], list[_Together]]] = WeakKeyDictionary()
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together. Another
-        object once arrays have moved, or have other states."""
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
+        self.plans: Plans | None = None
+        """Of calls with arrays on a GPU, once there was one."""
         self.buckets: WeakValueDictionary[tuple[Any, ...], GpuArray] = WeakValueDictionary()
         """What the plans of calls share."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
@@ -146,6 +151,7 @@ class Weights:
     def delete(self, key: Key) -> None:
         """Forget a value and its state."""
         kept = self.kept.pop(key)
+        self._forget_calls()
         shard = np.array([kept.shard])
         kept.values.forget(shard)
         kept.values.store.forget(shard)
@@ -193,7 +199,11 @@ class Weights:
             there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self.calls = WeakKeyDictionary()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        """Keep nothing of calls: arrays have moved, or have other states."""
+        self.calls, self.plans = WeakKeyDictionary(), None
 
     def _to_host(self) -> None:
         self._move(self._new(self._host), [each.record for each in self.kept.values()])
@@ -208,7 +218,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        alone, together = self.calls.get(keys) or self._planned(keys)
+        alone, together = self.calls.get(keys) or self._grouped(keys)
         for at in alone:
             kept = self.kept[keys.keys[at]]
             arithmetic.update_whole(kept.values, kept.shard, _contribution(kept.record, sums[at], scale))
@@ -218,7 +228,7 @@ class Weights:
             except KVError as err:
                 raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
 
-    def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
+    def _grouped(self, keys: Selection) -> tuple[list[int], list[_Together]]:
         """Return what `calls` keeps of a call."""
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
@@ -229,7 +239,7 @@ class Weights:
                 alone.append(at)
             else:
                 groups.setdefault((values.device, code), []).append(at)
-        together = [_Together(code, its, every) for (_, code), its in groups.items()]
+        together = [_Together(its, every) for its in groups.values()]
         self.calls[keys] = alone, together
         return alone, together
 
@@ -244,17 +254,27 @@ class Weights:
         for gpu, records in moves.items():
             self._move(self._on(gpu), records)
 
-    def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
-        """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
-        stored = [self.kept[key] for key in keys.keys]
-        are_here = all(each.values.device.is_gpu for each in stored)
-        if not are_here or (call.is_scaled and not all(map(is_float, keys.dtypes))):
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
+        """Make a call with arrays on GPUs by its plan (`Plans.call`); None: it has none."""
+        if self.plans is None:
+            from distrun_runtime.arrays.plans import Plans
+
+            self.plans = Plans(gpus())
+        return self.plans.call(keys, given, outs, self._plan, scale)
+
+    def _plan(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
+        alone, together = self._grouped(keys)
+        if alone or not all(
+            each.values.device.is_gpu and (is_float(each.dtype) or not call.is_scaled) for each in together
+        ):
             return None
-        are_new = any(each.values.steps[each.shard] < 0 for each in stored)
-        if call.parts and self.rule is not None and (are_new or not can_fuse(self.rule)):
+        are_new = any((each.values.steps[each.shards] < 0).any() for each in together)
+        if call.parts and self.rule is not None and are_new:
             return None
         try:
-            return PlannedUpdate(self, keys, call)
+            return PlannedUpdate(self, together, call)
         except _NoPlan:
             return None
 
@@ -338,7 +358,7 @@ class Weights:
             if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
                 self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self.calls = WeakKeyDictionary()
+                self._forget_calls()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -361,12 +381,7 @@ class Weights:
             each.values.staged[each.shard] = read
         for values in self._values.values():
             values.restore()
-        self.calls = WeakKeyDictionary()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.kept, self._values, self.spec, self.rule = {}, {}, None, None
-        self.calls = WeakKeyDictionary()
+        self._forget_calls()
 
 
 class _NoPlan(Exception):
@@ -381,8 +396,8 @@ class PlannedUpdate:
     the outs.
     """
 
-    def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
-        self._weights, self._layout, self._rule, self._call = weights, weights.calls, weights.rule, call
+    def __init__(self, weights: Weights, together: Sequence[_Together], call: CallArrays) -> None:
+        self._weights, self._rule, self._call = weights, weights.rule, call
         # Kernels that are compiled take two parts.
         self._sums_first = call.is_scaled or (weights.rule is not None and len(call.parts) > 2)
         self._scale = 1.0
@@ -394,22 +409,16 @@ class PlannedUpdate:
         """Of the updates."""
         self._after: list[Callable[[], object]] = []
         """What brings the values to the outs."""
-        homes: dict[Values, dict[DType, list[int]]] = {}
-        for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
-            homes.setdefault(weights.kept[key].values, {}).setdefault(dtype, []).append(number)
-        for values, groups in homes.items():
-            for numbers in groups.values():
-                stored = [weights.kept[keys.keys[number]] for number in numbers]
-                self._plan(cast("GpuDevice", values.device), numbers, stored)
+        for each in together:
+            self._plan(each, cast("GpuDevice", each.values.device))
         self._work = [*self._before, *self._updates, *self._after]
 
-    def _plan(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> None:
-        """Plan what is done with keys of one dtype whose values are on one GPU."""
+    def _plan(self, of: _Together, home: GpuDevice) -> None:
+        """Plan what is done with keys that are updated together."""
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn
 
-        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
-        own, parts = [each.array for each in stored], list[TensorColumn]()
+        numbers, sizes, dtype, parts = of.at, of.sizes, of.dtype, list[TensorColumn]()
 
         def carried(work: list[Callable[[], Any]], column: TensorColumn, *way: GpuDevice) -> TensorColumn:
             """Return a column of one GPU on another, to which work brings it by one copy."""
@@ -428,28 +437,29 @@ class PlannedUpdate:
             outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
         if parts:
             at_once = outs.pop(home, []) if self._rule is None and self._call.are_apart else []
-            self._update(home, stored, parts, [TensorColumn.of(Write, own), *at_once])
+            self._update(of, home, parts, [TensorColumn.of(Write, of.arrays), *at_once])
         for there, columns in outs.items():
-            value = TensorColumn.of(Read, own)
+            value = TensorColumn.of(Read, of.arrays)
             value = value if there is home else carried(self._after, value, home, there)
             self._after.append(there.sum_lists([value], columns, sizes, dtype))
 
-    def _update(
-        self, home: GpuDevice, stored: Sequence[Stored], parts: list[TensorColumn], outs: list[TensorColumn]
-    ) -> None:
+    def _update(self, of: _Together, home: GpuDevice, parts: list[TensorColumn], outs: list[TensorColumn]) -> None:
         """Plan the update of keys by parts that are with them; outs: what is written without a rule."""
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn
 
-        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
+        sizes, dtype = of.sizes, of.dtype
         kind = work_dtype(dtype) if self._sums_first else dtype
-        groups = [range(len(sizes))]
+        groups = [slice(0, len(sizes))]
         if self._sums_first:  # So many at a time that their sums fit into one bucket.
             most = COPIED_BYTES // kind.itemsize
+            if max(sizes) > most:
+                raise _NoPlan
             groups = _groups(sizes, most)
             bucket = self._bucket(home, min(sum(sizes), most), kind)
         for its in groups:
-            given, some = [each.some(its) for each in parts], [sizes[at] for at in its]
+            numbers, some = range(its.start, its.stop), sizes[its]
+            given = [each.some(numbers) for each in parts]
             if self._sums_first:
                 sums = bucket[: sum(some)]
                 self._updates.append(home.sum_lists(given, [TensorColumn.within(Write, sums, some)], some, dtype, kind))
@@ -457,20 +467,21 @@ class PlannedUpdate:
                     self._updates.append(partial(self._multiply, home, sums))
                 given = [TensorColumn.within(Read, sums, some)]
             if self._rule is None:
-                self._updates.append(home.sum_lists(given, [each.some(its) for each in outs], some, kind, dtype))
+                self._updates.append(home.sum_lists(given, [each.some(numbers) for each in outs], some, kind, dtype))
             else:
-                self._steps.append((stored[0].values, self._steps_of([stored[at] for at in its], given)))
-                self._updates.append(partial(_make, *self._steps[-1]))
+                items = self._rule_steps(of, its)
+                counters = [(shard,) for shard in of.shards[its].tolist()]
+                steps = GpuSteps(self._rule, items, counters, given, is_work=self._sums_first)
+                self._steps.append((of.values, steps))
+                self._updates.append(partial(_make, of.values, steps))
 
-    def _steps_of(self, stored: Sequence[Stored], given: Sequence[TensorColumn]) -> GpuSteps:
-        """Return the rule's steps of values on one GPU, by columns of parts."""
-        values, shards = stored[0].values, [each.shard for each in stored]
-        items = [
-            WeightStep(each.array, [], cast("dict[str, Any]", values.state_of(shard)), values.knobs_of(shard))
-            for each, shard in zip(stored, shards, strict=True)
+    def _rule_steps(self, of: _Together, its: slice) -> list[WeightStep]:
+        """Return the rule's steps of some of the keys, without parts."""
+        values = of.values
+        return [
+            WeightStep(array, [], cast("dict[str, Any]", values.state_of(shard)), values.knobs_of(shard))
+            for array, shard in zip(of.arrays[its], of.shards[its].tolist(), strict=True)
         ]
-        assert self._rule is not None
-        return GpuSteps(self._rule, items, [(shard,) for shard in shards], given, is_work=self._sums_first)
 
     def _multiply(self, home: GpuDevice, sums: GpuArray) -> None:
         home.scale(sums, self._scale)
@@ -484,9 +495,9 @@ class PlannedUpdate:
         return made
 
     def is_valid(self) -> bool:
-        """Tell whether values and states are those of the plan, and what updates them is."""
-        is_same = self._weights.calls is self._layout and self._weights.rule is self._rule
-        return is_same and all(steps.are_in_step(values.steps) for values, steps in self._steps)
+        """Tell whether what updates the values is that of the plan. There is none once they have moved."""
+        are_in_step = (steps.are_in_step(values.steps) for values, steps in self._steps)
+        return self._weights.rule is self._rule and all(are_in_step)
 
     def run(self, scale: float) -> None:
         """Launch all of it."""
@@ -497,19 +508,6 @@ class PlannedUpdate:
 
 def _make(values: Values, steps: GpuSteps) -> None:
     steps.make(values.steps)
-
-
-def _groups(sizes: Sequence[int], most: int) -> list[range]:
-    """Return groups of neighbours of at most so many elements together."""
-    first, total = [0], 0
-    for at, size in enumerate(sizes):
-        if size > most:
-            raise _NoPlan
-        total += size
-        if total > most:
-            first.append(at)
-            total = size
-    return list(map(range, first, [*first[1:], len(sizes)]))
 
 
 def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
@@ -526,11 +524,15 @@ def _contribution(record: KeyRecord, value: Value, scale: float) -> Contribution
     return Dense(given.reshape(-1), False)
 
 
-def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
-    is_long, chunk = sizes >= JOINED_ELEMENTS, (np.cumsum(sizes) - sizes) // CHUNK
-    first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
-    return list(zip(first, [*first[1:], len(sizes)], strict=True)), tuple(np.add.reduceat(sizes, first).tolist())
+def _groups(sizes: Sequence[int], most: int, alone: int | None = None) -> list[slice]:
+    """Return groups of neighbours of at most so many elements together; a larger one is alone, or one of `alone`."""
+    first, total = [0], 0
+    for at, size in enumerate(sizes):
+        if at and total + size > most:
+            first.append(at)
+            total = 0
+        total += most if alone is not None and size >= alone else size
+    return list(map(slice, first, [*first[1:], len(sizes)]))
 
 
 def _joined(sums: Sequence[Array], scale: float) -> Array:
@@ -542,17 +544,12 @@ def _joined(sums: Sequence[Array], scale: float) -> Array:
     return flat if scale == 1 else scaled(widen(flat), scale)
 
 
-def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
-    """Yield runs of sums that are on GPUs, the first and last of each among all: on this one, and times a number."""
-    if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
-        yield 0, len(sums), sums
-        return
-    copied = [total // COPIED_BYTES for total in itertools.accumulate(each.nbytes for each in sums)]
-    for (_, dtype), its in itertools.groupby(range(len(sums)), lambda at: (copied[at], sums[at].dtype)):
-        numbers = list(its)
-        some = sums[numbers[0] : numbers[-1] + 1]
-        bucket = gpu.empty((sum(each.size for each in some),), work_dtype(dtype))
-        gpu.gather([[each] for each in some], bucket)
-        if scale != 1:
-            gpu.scale(bucket, scale)
-        yield numbers[0], numbers[-1] + 1, [bucket]
+def _bucket_of(gpu: GpuDevice, sums: Sequence[DeviceArray], dtype: DType, scale: float) -> GpuArray:
+    """Return a flat copy of sums on a GPU, end to end and in the work dtype; times a number."""
+    ends = list(itertools.accumulate((each.size for each in sums), initial=0))
+    bucket = gpu.empty((ends[-1],), work_dtype(dtype))
+    places = itertools.starmap(slice, itertools.pairwise(ends))
+    gpu.sums([([each.reshape(-1)], bucket[place]) for each, place in zip(sums, places, strict=True)])
+    if scale != 1:
+        gpu.scale(bucket, scale)
+    return bucket
