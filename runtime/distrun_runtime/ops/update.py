@@ -129,9 +129,9 @@ def update(
             raise KVError(f"rule {rule.name!r}: rows are updated in host memory, not on {weight.device.name}")
         _steps_on_gpu(rule, [WeightStep(weight, [gradient], state, knobs)])
         return
-    arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
-    if is_long and all(each.flags.c_contiguous for each in (weight, gradient, *arrays)) and is_flat(rule, weight.dtype):
+    arrays = (value for value in (weight, gradient, *state.values()) if isinstance(value, np.ndarray))
+    if is_long and all(each.flags.c_contiguous for each in arrays) and is_flat(rule, weight.dtype):
         views: State = {
             name: value.reshape(-1) if isinstance(value, np.ndarray) else value for name, value in state.items()
         }

@@ -41,8 +41,6 @@ SHARED_ELEMENTS = 1 << 23
 """Threads share steps over so many elements: sums that are copied for them take no more memory."""
 GPU_STEPS = 64
 """So many lists of the addresses of parts are kept of each."""
-_AT_ONCE = (SYNC, 0)
-"""The turn of an update that waits for nothing."""
 
 
 # What messages bring
@@ -438,13 +436,12 @@ def _update(
     code: int,
     shards: Array,
     found: Sequence[Run],
-    parts: Iterable[Sequence[DeviceArray]],
+    parts: Sequence[Sequence[DeviceArray]],
     *,
     turn: tuple[int, int],
     result: UpdateResult,
 ) -> None:
-    """Update shards of one dtype by the sums of the parts of each run, each of which is asked for after those before
-    it are used where the rule is flat."""
+    """Update shards of one dtype by the sums of the parts of each run."""
     by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
     if by_shard:
         for run, given in zip(found, parts, strict=True):
@@ -452,6 +449,17 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     values.gather(shards)
+    _update_runs(values, code, shards, found, parts)
+
+
+def _update_runs(
+    values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
+) -> None:
+    """Update dense shards of one dtype by a flat rule or by none.
+
+    Arguments:
+        parts: those of a run are asked for when those before it are used.
+    """
     if values.rule is None:
         values.write_sums(code, shards, found, parts)
     elif not _step_together(values, code, shards, found, parts):
@@ -500,14 +508,19 @@ def update_by(values: Values, code: int, shards: Array, sizes: tuple[int, ...], 
             are used.
     """
     _, found, places = layout(values, shards, sizes)
-    _update(values, code, shards, found, _cut(places, arrays), turn=_AT_ONCE, result=UpdateResult())
+    _update_runs(values, code, shards, found, _cut(places, arrays))
 
 
-def update_whole(values: Values, shard: int, given: Contribution) -> None:
-    """Update a shard that is all of its value, by itself; what its rule raises is raised."""
-    squares = _update_or_prepare(values, shard, given, _AT_ONCE)
-    if squares is not None:
-        _finish(values, shard, _AT_ONCE, squares)
+def update_whole(values: Values, shard: int, weight: Array, given: Contribution) -> None:
+    """Update a shard that is all of its value, by itself; what its rule raises is raised.
+
+    Arguments:
+        weight: its value, flat and in host memory, which no reply reads.
+    """
+    if values.rule is None:
+        values.device.sum([spread(given, len(weight)).values], weight)
+    else:
+        _step_alone(values, shard, values.rule, weight, given)
 
 
 def _cut(places: Sequence[tuple[int, int, int]], arrays: Iterable[DeviceArray]) -> Iterator[list[DeviceArray]]:
@@ -674,7 +687,6 @@ def _update_or_prepare(
         is_here = is_on_host(dense) == values.is_on_host
         values.device.sum([dense if is_here else values.device.put(dense)], values.own(shard, keep=False))
         return None
-    knobs = values.knobs_of(shard)
     if values.goes_flat(shard):
         run = Run(0, 1, *values.span(shard), 0)
         dense = spread(given, int(values.store.length[shard]))
@@ -682,21 +694,34 @@ def _update_or_prepare(
         code = int(values.store.dtype[shard])
         step_all(values, list(steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
         return None
-    if shard not in values.state:
-        values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))
-    state = values.state[shard]
     if isinstance(rule, NormRule):
-        dense = spread(given, int(values.store.length[shard]))
-        prepared = rule.prepare(values.weight(shard), dense.values, state, knobs)
+        dense, knobs, weight = (
+            spread(given, int(values.store.length[shard])),
+            values.knobs_of(shard),
+            values.weight(shard),
+        )
+        prepared = rule.prepare(weight, dense.values, _own_state(values, shard, rule, weight), knobs)
         values.open_updates.setdefault(shard, {})[turn] = OpenUpdate(rule, knobs, prepared)
         return prepared.squares
-    weight = values.own(shard)
+    _step_alone(values, shard, rule, values.own(shard), given)
+    return None
+
+
+def _own_state(values: Values, shard: int, rule: rules.Rule, weight: DeviceArray) -> dict[str, Any]:
+    """Return what a rule that goes by shard remembers of one, to be changed."""
+    if shard not in values.state:
+        values.state[shard] = cast(dict[str, Any], rule.new_state(weight))
+    return values.state[shard]
+
+
+def _step_alone(values: Values, shard: int, rule: rules.Rule, weight: DeviceArray, given: Contribution) -> None:
+    """Make the step of a rule that goes by shard, on a weight that no reply reads."""
+    state, knobs = _own_state(values, shard, rule, weight), values.knobs_of(shard)
     if isinstance(given, Dense):
         update.update(rule, weight, given.values, state, knobs)
     else:
         width = int(values.store.row_size[shard])
         update.update(rule, weight.reshape(-1, width), given.values, state, knobs, rows=given.rows)
-    return None
 
 
 def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
@@ -730,14 +755,10 @@ def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
 
 def finish(values: Values, what: role.FinishUpdate) -> None:
     """Finish an update whose norms are known."""
-    _finish(values, what.shard, (what.turn.rank, what.turn.round), what.totals)
-
-
-def _finish(values: Values, shard: int, turn: tuple[int, int], totals: tuple[float, ...]) -> None:
-    half = values.open_updates[shard].pop(turn)
-    if shard not in values.state:
-        values.state[shard] = cast(dict[str, Any], half.rule.new_state(values.weight(shard)))
-    half.rule.finish(values.own(shard), half.prepared, totals, values.state[shard], half.knobs)
+    half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
+    weight = values.own(what.shard)
+    state = _own_state(values, what.shard, half.rule, weight)
+    half.rule.finish(weight, half.prepared, what.totals, state, half.knobs)
 
 
 def drop(values: Values, what: role.DropUpdate) -> None:

@@ -201,7 +201,8 @@ class CopiedShards:
 
     def forget(self, shards: Array) -> None:
         """The shards are written: what was copied is past."""
-        self._where[0, shards] = 0
+        if self._count:
+            self._where[0, shards] = 0
 
 
 class Values:
@@ -449,13 +450,11 @@ class Values:
 
     def own(self, shard: int, keep: bool = True) -> DeviceArray:
         """Return a shard's value to be written: another side, with `keep` a copy of it, if it is lent."""
-        present = self.weight(shard)
-        shards = np.array([shard])
-        side = self.free_side(int(self.side[shard]), shards)
-        self.note_writes(shards)
-        if side == self.side[shard]:
+        present, side = self.weight(shard), int(self.side[shard])
+        self.note_writes(np.array([shard]))
+        if not self.lent[side, shard]:
             return present
-        self.side[shard] = side
+        self.side[shard] = self.free_side(side, shard)
         target = self.weight(shard)
         if keep:
             self.device.sum([present], target)

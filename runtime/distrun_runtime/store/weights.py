@@ -79,19 +79,24 @@ class _Together:
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        values, device = self.values, self.values.device
-        update_by = partial(arithmetic.update_by, values, DTYPE_CODES[self.dtype])
-        groups = (sums[each] for each in self._groups)
-        if not device.is_gpu and values.rule is None:
+        values, code = self.values, DTYPE_CODES[self.dtype]
+        if values.device.is_gpu:
+            self._update_on_gpu(cast("GpuDevice", values.device), code, sums, scale)
+        elif values.rule is None:
             for array, total in zip(self.arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
-        elif not device.is_gpu:
-            update_by(self.shards, self._totals, (_joined(some, scale) for some in groups))
-        elif scale == 1 and all(getattr(each, "device", None) is device for each in sums):
-            update_by(self.shards, tuple(self.sizes), [each.reshape(-1) for each in sums])
         else:
-            for shards, total, some in zip(self._pieces, self._totals, groups, strict=True):
-                update_by(shards, (total,), [_bucket_of(cast("GpuDevice", device), some, self.dtype, scale)])
+            joined = (_joined(sums[each], scale) for each in self._groups)
+            arithmetic.update_by(values, code, self.shards, self._totals, joined)
+
+    def _update_on_gpu(self, gpu: GpuDevice, code: int, sums: Sequence[Any], scale: float) -> None:
+        if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
+            flat = [each.reshape(-1) for each in sums]
+            arithmetic.update_by(self.values, code, self.shards, tuple(self.sizes), flat)
+            return
+        for its, shards, total in zip(self._groups, self._pieces, self._totals, strict=True):
+            bucket = _bucket_of(gpu, sums[its], self.dtype, scale)
+            arithmetic.update_by(self.values, code, shards, (total,), [bucket])
 
 
 class Weights:
@@ -221,7 +226,8 @@ class Weights:
         alone, together = self.calls.get(keys) or self._grouped(keys)
         for at in alone:
             kept = self.kept[keys.keys[at]]
-            arithmetic.update_whole(kept.values, kept.shard, _contribution(kept.record, sums[at], scale))
+            given = _contribution(kept.record, sums[at], scale)
+            arithmetic.update_whole(kept.values, kept.shard, kept.array.reshape(-1), given)
         for each in together:
             try:
                 each.update(sums if len(each.at) == len(sums) else [sums[at] for at in each.at], scale)
