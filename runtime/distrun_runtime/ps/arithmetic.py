@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, is_on_host, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -470,19 +470,20 @@ def _step_by_side(
     values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
 ) -> None:
     """Make the steps of shards of which some are lent, or which are on several sides."""
-    arena, size = values.arenas[code], sum(run.end - run.begin for run in found)
-    is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
-    steps: list[tuple[Array, update.WeightStep]] = []
-    for here, piece, addends, side in values.cut(shards, found, parts):
-        target, present = arena.view(piece.begin, piece.end, side), int(values.side[here[0]])
-        if side != present:
-            values.device.sum([arena.view(piece.begin, piece.end, present)], target)
-            values.side[here] = side
-        steps += steps_of(values, code, here, piece, weight=target, parts=addends)
-        if is_alone:  # while they are in the processor's cache
-            step_all(values, steps)
-            steps = []
-    step_all(values, steps)
+    arena = values.arenas[code]
+
+    def steps() -> Iterator[tuple[Array, update.WeightStep]]:
+        for here, piece, addends, side in values.cut(shards, found, parts):
+            target, present = arena.view(piece.begin, piece.end, side), int(values.side[here[0]])
+            if side != present:
+                values.device.sum([arena.view(piece.begin, piece.end, present)], target)
+                values.side[here] = side
+            yield from steps_of(values, code, here, piece, weight=target, parts=addends)
+
+    if values.is_on_host:
+        _step_in_turn(values, found, steps())
+    else:
+        step_all(values, list(steps()))
 
 
 @dataclass(eq=False)
@@ -494,8 +495,8 @@ class _StepPlan:
     side: int
     counts: bytes
     """How many updates each shard has had."""
-    steps: list[tuple[int, int, int, Array, update.WeightStep]]
-    """Of a run by its number, first and last element in it, the shards, and the step without parts."""
+    steps: list[list[tuple[int, int, Array, update.WeightStep]]]
+    """For each run its steps: first and last element in it, the shards, and the step without parts."""
     on_gpu: dict[Any, update.GpuSteps] = field(default_factory=dict)
     """By where the parts are."""
 
@@ -543,30 +544,15 @@ def _step_together(
     plan: _StepPlan | None = values.step_plans.pop(id(found), None)
     if plan is None or plan.shards is not shards or plan.side != side or plan.counts != counts:
         plan = _StepPlan(shards, found, side, counts, [])
-        for number, run in enumerate(found):
-            here, begin = shards[run.first : run.last], 0
-            weight = values.arenas[code].view(run.begin, run.end, side)
-            for some, one in steps_of(values, code, here, run, weight=weight, parts=()):
+        for run in found:
+            weight, begin = values.arenas[code].view(run.begin, run.end, side), 0
+            plan.steps.append([])
+            for some, one in steps_of(values, code, shards[run.first : run.last], run, weight=weight, parts=()):
                 end = begin + len(one.weight)
-                plan.steps.append((number, begin, end, some, one))
+                plan.steps[-1].append((begin, end, some, one))
                 begin = end
     if values.is_on_host:
-        there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
-        assert isinstance(values.device, CpuDevice)
-        # Alone each is made while its sum is in the processor's cache.
-        most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
-        waiting = 0
-        steps: list[tuple[Array, update.WeightStep]] = []
-        for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
-            while at < number:
-                at, given = at + 1, next(there)
-            own = [part[begin:end] for part in given]
-            steps.append((some, update.WeightStep(weight, own, state, knobs)))
-            waiting += end - begin
-            if waiting >= most:
-                step_all(values, steps)
-                steps, waiting = [], 0
-        step_all(values, steps)
+        _step_in_turn(values, found, _steps_by(plan, parts))
     else:
         _step_on_gpu(values, plan, list(parts))
     if isinstance(found, LayoutRuns):
@@ -579,6 +565,27 @@ def _step_together(
     return True
 
 
+def _steps_by(plan: _StepPlan, parts: Iterable[Sequence[DeviceArray]]) -> Iterator[tuple[Array, update.WeightStep]]:
+    """Yield the shards and the step of a plan, by the parts of each run."""
+    for steps, given in zip(plan.steps, parts, strict=True):
+        for begin, end, some, (weight, _, state, knobs) in steps:
+            yield some, update.WeightStep(weight, [part[begin:end] for part in given], state, knobs)
+
+
+def _step_in_turn(values: Values, found: Sequence[Run], steps: Iterable[tuple[Array, update.WeightStep]]) -> None:
+    """Make steps in host memory, each while its sum is in the processor's cache, or some together by threads."""
+    assert isinstance(values.device, CpuDevice)
+    most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
+    some, waiting = list[tuple[Array, update.WeightStep]](), 0
+    for shards, one in steps:
+        some.append((shards, one))
+        waiting += len(one.weight)
+        if waiting >= most:
+            step_all(values, some)
+            some, waiting = [], 0
+    step_all(values, some)
+
+
 def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[DeviceArray]]) -> None:
     from distrun_runtime.arrays.gpu_devices import Borrowed
 
@@ -587,11 +594,8 @@ def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[Devic
     where = tuple((part.address, id(part.memory.uses)) for its in parts for part in its)
     steps = plan.on_gpu.get(where)
     if steps is None:
-        items = [
-            update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
-            for number, begin, end, _, (weight, _, state, knobs) in plan.steps
-        ]
-        steps = update.GpuSteps(values.rule, items, [some.tolist() for _, _, _, some, _ in plan.steps])
+        shards, items = zip(*_steps_by(plan, parts), strict=True)
+        steps = update.GpuSteps(values.rule, items, [some.tolist() for some in shards])
         if not any(
             isinstance(part.memory, Borrowed) for its in parts for part in its
         ):  # These come anew with each call.
@@ -681,26 +685,16 @@ def _update_or_prepare(
     values: Values, shard: int, given: Contribution, turn: tuple[int, int]
 ) -> tuple[float, ...] | None:
     """Do one update of a shard; with a rule that needs norms, the first half of it: return its sums of squares."""
-    rule = values.rule
-    if rule is None:
-        dense = spread(given, int(values.store.length[shard])).values
-        is_here = is_on_host(dense) == values.is_on_host
-        values.device.sum([dense if is_here else values.device.put(dense)], values.own(shard, keep=False))
-        return None
-    if values.goes_flat(shard):
+    rule, length = values.rule, int(values.store.length[shard])
+    if rule is None or values.goes_flat(shard):
         run = Run(0, 1, *values.span(shard), 0)
-        dense = spread(given, int(values.store.length[shard]))
-        weight = values.own(shard)
-        code = int(values.store.dtype[shard])
-        step_all(values, list(steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
+        parts = [[spread(given, length).values]]
+        _update_runs(values, int(values.store.dtype[shard]), np.array([shard]), [run], parts)
         return None
     if isinstance(rule, NormRule):
-        dense, knobs, weight = (
-            spread(given, int(values.store.length[shard])),
-            values.knobs_of(shard),
-            values.weight(shard),
-        )
-        prepared = rule.prepare(weight, dense.values, _own_state(values, shard, rule, weight), knobs)
+        weight, knobs = values.weight(shard), values.knobs_of(shard)
+        state = _own_state(values, shard, rule, weight)
+        prepared = rule.prepare(weight, spread(given, length).values, state, knobs)
         values.open_updates.setdefault(shard, {})[turn] = OpenUpdate(rule, knobs, prepared)
         return prepared.squares
     _step_alone(values, shard, rule, values.own(shard), given)

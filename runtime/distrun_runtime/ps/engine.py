@@ -536,7 +536,8 @@ class WorkEngine:
             # The same on all servers: the scheduler changes rules one at a time.
             raise KVError("the rule was changed while states were being loaded; nothing was loaded, load them again")
         elif values is not None:
-            values.restore()
+            staged, values.staged = values.staged, []
+            values.restore(enumerate(staged))
 
     def _drop(self, what: role.DropUpdate) -> None:
         arithmetic.drop(self._of(what.store), what)

@@ -492,31 +492,23 @@ class Values:
         self, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
     ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
         """Yield parts of runs that lie on one side: shards, run, parts, and the side to write."""
-        sides = self.side[shards]
-        if (sides == sides[0]).all():
-            lent = self.lent[sides[0], shards]
-            if not lent.any() or lent.all():
-                # Mostly all of them can be written to one side.
-                side = self.free_side(int(sides[0]), shards)
-                for run, given in zip(found, parts, strict=True):
-                    yield shards[run.first : run.last], run, given, side
-                return
+        for_all = self._side_to_write(shards)  # Mostly there is one.
         for run, given in zip(found, parts, strict=True):
-            yield from self._cut_run(shards, run, given)
+            here = shards[run.first : run.last]
+            side = self._side_to_write(here) if for_all is None else for_all
+            if side is not None:
+                yield here, run, given, side
+                continue
+            for shard, one, pieces in self.apart(shards, run, given):
+                alone = np.array([shard])
+                yield alone, one, pieces, self.free_side(int(self.side[shard]), alone)
 
-    def _cut_run(
-        self, shards: Array, run: Run, parts: Sequence[DeviceArray]
-    ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
-        here = shards[run.first : run.last]
-        sides = self.side[here]
-        if (sides == sides[0]).all():
-            lent = self.lent[sides[0], here]
-            if not lent.any() or lent.all():
-                yield here, run, list(parts), self.free_side(int(sides[0]), here)
-                return
-        for shard, one, pieces in self.apart(shards, run, parts):
-            alone = np.array([shard])
-            yield alone, one, pieces, self.free_side(int(self.side[shard]), alone)
+    def _side_to_write(self, shards: Array) -> int | None:
+        """Return the side to which new values of shards go that are on one side and lent alike; None: they are not."""
+        sides = self.side[shards]
+        lent = self.lent[sides[0], shards]
+        is_one = (sides == sides[0]).all() and (lent.all() or not lent.any())
+        return self.free_side(int(sides[0]), shards) if is_one else None
 
     def apart(
         self, shards: Array, run: Run, parts: Sequence[DeviceArray]
@@ -687,12 +679,11 @@ class Values:
             for key, offset, shard in places
         ]
 
-    def restore(self) -> None:
-        """Put what was staged in its place."""
-        staged, self.staged = self.staged, []
+    def restore(self, staged: Iterable[tuple[int, statefile.Staged | None]]) -> None:
+        """Put what was read for shards in its place."""
         self.rounds.clear()
         self.step_plans.clear()
-        for shard, read in enumerate(staged):
+        for shard, read in staged:
             if read is None:
                 continue
             copy(read.weight, self.own(shard, keep=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -59,8 +59,8 @@ class LocalBackend(StoreBackend):
         self._weights = Weights(self.reducer.host)
         self.reducer.prepares.append(self._weights.prepare)
         self._counters = Counters()
-        self._pushes: dict[Key, int] = defaultdict(int)
-        self._uncounted: dict[Selection, int] = defaultdict(int)
+        self._pushes = Counter[Key]()
+        self._uncounted = Counter[Selection]()
         """Pushes of whole calls that are not among those yet: to count them key by key takes long."""
         self._recorder = trace.Recorder()
 
@@ -109,9 +109,7 @@ class LocalBackend(StoreBackend):
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = devices.on_host(self._weights.kept[record.key].array)[rows]
-                self._counters.bytes_out += found.nbytes
-                take(found)
+                take(self._rows(record, rows))
 
         return self._made("row_sparse_pull", Selection(record for record, _, _ in items), work)
 
@@ -127,7 +125,7 @@ class LocalBackend(StoreBackend):
         def work() -> None:
             for (record, give), value in zip(items, values, strict=True):
                 rows = value.canonical().rows if isinstance(value, RowSparse) else np.arange(record.shape[0])
-                give(devices.on_host(self._weights.kept[record.key].array)[rows], rows.copy())
+                give(self._rows(record, rows), rows.copy())
 
         return self._made("pushpull", keys, partial(self._update, keys, values, call.scale), work)
 
@@ -179,6 +177,11 @@ class LocalBackend(StoreBackend):
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
 
+    def _rows(self, record: KeyRecord, rows: Array) -> Array:
+        found: Array = devices.on_host(self._weights.kept[record.key].array)[rows]
+        self._counters.bytes_out += found.nbytes
+        return found
+
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
         nbytes = keys.size_bytes
@@ -195,8 +198,7 @@ class LocalBackend(StoreBackend):
 
     def _count_pushes(self) -> None:
         for keys, times in self._uncounted.items():
-            for key in keys.keys:
-                self._pushes[key] += times
+            self._pushes.update(dict.fromkeys(keys.keys, times))
         self._uncounted.clear()
 
     # What a push does

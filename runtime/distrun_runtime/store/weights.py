@@ -155,22 +155,15 @@ class Weights:
 
     def delete(self, key: Key) -> None:
         """Forget a value and its state."""
-        kept = self.kept.pop(key)
         self._forget_calls()
-        shard = np.array([kept.shard])
-        kept.values.forget(shard)
-        kept.values.store.forget(shard)
+        _drop(self.kept.pop(key))
 
     def _on(self, device: Device) -> Values:
         """Return the arrays of a device."""
         if device not in self._values:
-            self._values[device] = self._new(device)
+            self._values[device] = Values(Store(0, 1), device, is_sent=False)
+            self._values[device].set_rule(self.rule, self.spec or UPDATER)
         return self._values[device]
-
-    def _new(self, device: Device) -> Values:
-        values = Values(Store(0, 1), device, is_sent=False)
-        values.set_rule(self.rule, self.spec or UPDATER)
-        return values
 
     @contextmanager
     def _entering(self, values: Values, records: Sequence[KeyRecord]) -> Iterator[list[Stored]]:
@@ -200,18 +193,19 @@ class Weights:
                     values.set_state(here.shard, there.values.state_of(there.shard))
         except KVError as err:
             raise KVError(f"{named(record.key for record in records)}: {err}") from err
-        for there, here in zip(old, new, strict=True):
-            there.values.set_state(there.shard, None)
-            self.kept[here.record.key] = here
-        self._values = {each.values.device: each.values for each in self.kept.values()}
         self._forget_calls()
+        for there, here in zip(old, new, strict=True):
+            self.kept[here.record.key] = here
+            _drop(there)
+        self._values = {each.values.device: each.values for each in self.kept.values()}
 
     def _forget_calls(self) -> None:
         """Keep nothing of calls: arrays have moved, or have other states."""
         self.calls, self.plans = WeakKeyDictionary(), None
 
     def _to_host(self) -> None:
-        self._move(self._new(self._host), [each.record for each in self.kept.values()])
+        records = [each.record for each in self.kept.values() if each.values.device.is_gpu]
+        self._move(self._on(self._host), records)
 
     # Updates
 
@@ -223,7 +217,7 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        alone, together = self.calls.get(keys) or self._grouped(keys)
+        alone, together = self._grouped(keys)
         for at in alone:
             kept = self.kept[keys.keys[at]]
             given = _contribution(kept.record, sums[at], scale)
@@ -236,6 +230,9 @@ class Weights:
 
     def _grouped(self, keys: Selection) -> tuple[list[int], list[_Together]]:
         """Return what `calls` keeps of a call."""
+        found = self.calls.get(keys)
+        if found is not None:
+            return found
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -245,9 +242,8 @@ class Weights:
                 alone.append(at)
             else:
                 groups.setdefault((values.device, code), []).append(at)
-        together = [_Together(its, every) for its in groups.values()]
-        self.calls[keys] = alone, together
-        return alone, together
+        found = self.calls[keys] = alone, [_Together(its, every) for its in groups.values()]
+        return found
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
         """Let values be on the GPUs that have their sums, if kernels can update them there."""
@@ -272,13 +268,11 @@ class Weights:
 
     def _plan(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
         alone, together = self._grouped(keys)
-        if alone or not all(
-            each.values.device.is_gpu and (is_float(each.dtype) or not call.is_scaled) for each in together
-        ):
+        are_fit = (each.values.device.is_gpu and (is_float(each.dtype) or not call.is_scaled) for each in together)
+        if alone or not all(are_fit):
             return None
-        are_new = any((each.values.steps[each.shards] < 0).any() for each in together)
-        if call.parts and self.rule is not None and are_new:
-            return None
+        if call.parts and self.rule and any((each.values.steps[each.shards] < 0).any() for each in together):
+            return None  # States begin with the first step.
         try:
             return PlannedUpdate(self, together, call)
         except _NoPlan:
@@ -308,12 +302,10 @@ class Weights:
 
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
-        if self.spec is not None and rules.same(self.spec, spec):
-            return
-        if not replace and self.rule is not None:
-            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
-            raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
-        self.install(spec, self.made(spec))
+        present = UPDATER if self.spec is None and self.rule is not None else self.spec
+        agreed = rules.agreed(present, spec, replace)
+        if agreed is not self.spec:
+            self.install(agreed, self.made(agreed))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
@@ -358,10 +350,9 @@ class Weights:
         """
         with self._preparing:
             self._compile(rule, self._kernels)
-            every = self._values.values() if rule is not None else ()
+            every = list(self._values.values())
             anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
-            on_gpus = [each for each in every if each.device.is_gpu]
-            if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
+            if rule and any(each.device.is_gpu and (each in anew or not can_fuse(rule)) for each in every):
                 self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
                 self._forget_calls()
@@ -381,13 +372,9 @@ class Weights:
 
     def restore(self, staged: Sequence[statefile.Staged | None]) -> None:
         """Put what was read for the `saved` shards in its place."""
-        for values in self._values.values():
-            values.staged = [None] * values.store.count
-        for each, read in zip(self.kept.values(), staged, strict=True):
-            each.values.staged[each.shard] = read
-        for values in self._values.values():
-            values.restore()
         self._forget_calls()
+        for each, read in zip(self.kept.values(), staged, strict=True):
+            each.values.restore([(each.shard, read)])
 
 
 class _NoPlan(Exception):
@@ -520,6 +507,13 @@ def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
     if len(devices := {column.devices[number] for number in numbers}) > 1:
         raise _NoPlan
     return devices.pop()
+
+
+def _drop(old: Stored) -> None:
+    """Forget a value and its state; others may have its place."""
+    shards = np.array([old.shard])
+    old.values.forget(shards)
+    old.values.store.forget(shards)
 
 
 def _contribution(record: KeyRecord, value: Value, scale: float) -> Contribution:
