@@ -70,12 +70,13 @@ class _Together:
         self.sizes = [each.size for each in self.arrays]
         # The same objects again with each call: what is known of shards is found by that.
         self.shards = np.array([stored[each].shard for each in at])
-        if self.values.device.is_gpu:
-            self._groups = _groups(self.sizes, COPIED_BYTES // work_dtype(self.dtype).itemsize)
-        else:
-            self._groups = _groups(self.sizes, CHUNK, JOINED_ELEMENTS)
-        self._pieces = [self.shards[each] for each in self._groups]
-        self._totals = tuple(sum(self.sizes[each]) for each in self._groups)
+        self.most = COPIED_BYTES // work_dtype(self.dtype).itemsize
+        """Elements of sums that are copied on a GPU at once."""
+        limits = (self.most,) if self.values.device.is_gpu else (CHUNK, JOINED_ELEMENTS)
+        self.groups = _groups(self.sizes, *limits)
+        """Of sums that are copied together."""
+        self._pieces = [self.shards[each] for each in self.groups]
+        self._totals = tuple(sum(self.sizes[each]) for each in self.groups)
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
@@ -86,7 +87,7 @@ class _Together:
             for array, total in zip(self.arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
         else:
-            joined = (_joined(sums[each], scale) for each in self._groups)
+            joined = (_joined(sums[each], scale) for each in self.groups)
             arithmetic.update_by(values, code, self.shards, self._totals, joined)
 
     def _update_on_gpu(self, gpu: GpuDevice, code: int, sums: Sequence[Any], scale: float) -> None:
@@ -94,7 +95,7 @@ class _Together:
             flat = [each.reshape(-1) for each in sums]
             arithmetic.update_by(self.values, code, self.shards, tuple(self.sizes), flat)
             return
-        for its, shards, total in zip(self._groups, self._pieces, self._totals, strict=True):
+        for its, shards, total in zip(self.groups, self._pieces, self._totals, strict=True):
             bucket = _bucket_of(gpu, sums[its], self.dtype, scale)
             arithmetic.update_by(self.values, code, shards, (total,), [bucket])
 
@@ -445,11 +446,9 @@ class PlannedUpdate:
         kind = work_dtype(dtype) if self._sums_first else dtype
         groups = [slice(0, len(sizes))]
         if self._sums_first:  # So many at a time that their sums fit into one bucket.
-            most = COPIED_BYTES // kind.itemsize
-            if max(sizes) > most:
+            if max(sizes) > of.most:
                 raise _NoPlan
-            groups = _groups(sizes, most)
-            bucket = self._bucket(home, min(sum(sizes), most), kind)
+            groups, bucket = of.groups, self._bucket(home, min(sum(sizes), of.most), kind)
         for its in groups:
             numbers, some = range(its.start, its.stop), sizes[its]
             given = [each.some(numbers) for each in parts]

@@ -541,6 +541,22 @@ def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torc
     assert on_gpu() is None
 
 
+def test_values_that_go_to_a_gpu_and_back_have_their_old_places_in_host_memory(torch: Torch) -> None:
+    pair = Pair(torch)
+    backend: Any = pair.stores[0]._backend
+    for each in pair.stores:
+        each.init("rows", kvstore.RowSparse(np.ones((1, 2), np.float32), [0], (4, 2)))  # it stays in host memory
+    extents = []
+    for _ in range(3):
+        for rule in ("sgd", "lamb"):
+            for each in pair.stores:
+                each.set_optimizer(rule, learning_rate=0.1, replace=True)
+            pair.push(1)
+            pair.pull()
+        extents.append(backend._weights.kept["rows"].values.extent())
+    assert extents[0] == extents[1] == extents[2]
+
+
 def test_states_that_are_loaded_leave_no_plan(torch: Torch, tmp_path: Path) -> None:
     pair = Pair(torch, rule="sgd")
     for _ in range(3):
