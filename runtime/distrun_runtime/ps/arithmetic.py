@@ -576,7 +576,8 @@ def _step_in_turn(values: Values, found: Sequence[Run], steps: Iterable[tuple[Ar
     """Make steps in host memory, each while its sum is in the processor's cache, or some together by threads."""
     assert isinstance(values.device, CpuDevice)
     most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
-    some, waiting = list[tuple[Array, update.WeightStep]](), 0
+    some: list[tuple[Array, update.WeightStep]] = []
+    waiting = 0
     for shards, one in steps:
         some.append((shards, one))
         waiting += len(one.weight)

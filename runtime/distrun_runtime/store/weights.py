@@ -66,6 +66,7 @@ class _Together:
 
     def __init__(self, at: list[int], stored: Sequence[Stored]) -> None:
         self.at, self.values, self.dtype = at, stored[at[0]].values, stored[at[0]].record.dtype
+        self._code = DTYPE_CODES[self.dtype]
         self.arrays = [stored[each].array for each in at]
         self.sizes = [each.size for each in self.arrays]
         # The same objects again with each call: what is known of shards is found by that.
@@ -80,9 +81,9 @@ class _Together:
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        values, code = self.values, DTYPE_CODES[self.dtype]
+        values, code = self.values, self._code
         if values.device.is_gpu:
-            self._update_on_gpu(cast("GpuDevice", values.device), code, sums, scale)
+            self._update_on_gpu(cast("GpuDevice", values.device), sums, scale)
         elif values.rule is None:
             for array, total in zip(self.arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
@@ -90,14 +91,14 @@ class _Together:
             joined = (_joined(sums[each], scale) for each in self.groups)
             arithmetic.update_by(values, code, self.shards, self._totals, joined)
 
-    def _update_on_gpu(self, gpu: GpuDevice, code: int, sums: Sequence[Any], scale: float) -> None:
+    def _update_on_gpu(self, gpu: GpuDevice, sums: Sequence[Any], scale: float) -> None:
         if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
             flat = [each.reshape(-1) for each in sums]
-            arithmetic.update_by(self.values, code, self.shards, tuple(self.sizes), flat)
+            arithmetic.update_by(self.values, self._code, self.shards, tuple(self.sizes), flat)
             return
         for its, shards, total in zip(self.groups, self._pieces, self._totals, strict=True):
             bucket = _bucket_of(gpu, sums[its], self.dtype, scale)
-            arithmetic.update_by(self.values, code, shards, (total,), [bucket])
+            arithmetic.update_by(self.values, self._code, shards, (total,), [bucket])
 
 
 class Weights:
