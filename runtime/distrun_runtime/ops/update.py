@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Tuple, cast
 from weakref import WeakKeyDictionary
 
@@ -129,9 +129,9 @@ def update(
             raise KVError(f"rule {rule.name!r}: rows are updated in host memory, not on {weight.device.name}")
         _steps_on_gpu(rule, [WeightStep(weight, [gradient], state, knobs)])
         return
-    arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
-    if is_long and all(each.flags.c_contiguous for each in (weight, gradient, *arrays)) and is_flat(rule, weight.dtype):
+    arrays = (value for value in (weight, gradient, *state.values()) if isinstance(value, np.ndarray))
+    if is_long and all(each.flags.c_contiguous for each in arrays) and is_flat(rule, weight.dtype):
         views: State = {
             name: value.reshape(-1) if isinstance(value, np.ndarray) else value for name, value in state.items()
         }
@@ -250,11 +250,16 @@ class _SameStep:
     device: GpuDevice
     fused: Fused
     knobs: Knobs
-    states: List[State]
-    """The first one counts the updates of all, until `GpuSteps.count`."""
+    counters: List[int]
+    """Places of the weights' numbers of updates, which are all the same."""
     sizes: List[int]
     arrays: Dict[str, List[TensorColumn]]
     """For each array of the kernel one column a weight; what the kernel does with them is not said."""
+
+    @cached_property
+    def counted(self) -> Array:
+        """The counters, to index an array by, once all weights are known."""
+        return np.array(self.counters)
 
 
 class GpuSteps:
@@ -264,6 +269,7 @@ class GpuSteps:
 
     Arguments:
         items: all on one device each.
+        counters: of each item, where the arrays that `make` is given have its number of updates: at all these places.
         given: in place of the items' parts: those of all items, in the weights' dtypes.
         is_work: these are in their work dtypes.
 
@@ -272,7 +278,13 @@ class GpuSteps:
     """
 
     def __init__(
-        self, rule: Rule, items: Sequence[WeightStep], given: Sequence[TensorColumn] = (), *, is_work: bool = False
+        self,
+        rule: Rule,
+        items: Sequence[WeightStep],
+        counters: Iterable[Sequence[int]],
+        given: Sequence[TensorColumn] = (),
+        *,
+        is_work: bool = False,
     ) -> None:
         from distrun_runtime.arrays.cuda import Read
         from distrun_runtime.arrays.gpu import TensorColumn
@@ -282,7 +294,7 @@ class GpuSteps:
         self._alike: Dict[Tuple[object, ...], _SameStep] = {}
         self._launches: Dict[object, Callable[..., None]] = {}
         """By the kernel, and the weights for which it was launched."""
-        for number, item in enumerate(items):
+        for number, (item, places) in enumerate(zip(items, counters, strict=True)):
             weight, state = item.weight, item.state
             arrays: Dict[str, Any] = {WEIGHT: weight}
             arrays.update((PART % at, part) for at, part in enumerate(item.parts))
@@ -301,18 +313,23 @@ class GpuSteps:
             if alike is None:
                 fused = _fused(rule, weight.dtype, parts)
                 alike = self._alike[key] = _SameStep(weight.device, fused, knobs, [], [], {})
-            alike.states.append(state)
+            alike.counters += places
             alike.sizes.append(weight.size)
             columns = {name: TensorColumn.of(Read, [array]) for name, array in arrays.items()}
             columns.update((PART % at, each.some([number])) for at, each in enumerate(given))
             for name, column in columns.items():
                 alike.arrays.setdefault(name, []).append(column)
 
-    def make(self) -> None:
-        """Make one step of each weight. `count` then says in the states how many each has had, also after an error."""
+    def are_in_step(self, updates: Array) -> bool:
+        """Tell whether weights that took the same step have equally many updates."""
+        counts = (updates[each.counted] for each in self._alike.values())
+        return all((each == each[0]).all() for each in counts)
+
+    def make(self, updates: Array) -> None:
+        """Make one step of each weight, and count it in `updates`; after an error, these say which were made."""
         made: Dict[Tuple[object, ...], Tuple[FusedStep, List[_SameStep]]] = {}
         for alike in self._alike.values():
-            step = alike.fused.step(self._rule.rates({"updates": alike.states[0]["updates"]}, alike.knobs))
+            step = alike.fused.step(self._rule.rates({"updates": int(updates[alike.counters[0]])}, alike.knobs))
             numbers = [scalar.tobytes() for scalar in step.scalars] if len(self._alike) > 1 else ()
             made.setdefault((alike.device, step.kernel.name, *numbers), (step, []))[1].append(alike)
         for step, some in made.values():
@@ -320,29 +337,17 @@ class GpuSteps:
             if key not in self._launches:
                 self._launches[key] = _launch_of(step, some)
             self._launches[key](step.scalars)
-            self._skip(some, 1)
-
-    def skip(self, updates: int) -> None:
-        """Take so many updates of each weight for made: something else has made them."""
-        self._skip(self._alike.values(), updates)
-
-    def _skip(self, some: Iterable[_SameStep], updates: int) -> None:
-        for alike in some:
-            alike.states[0]["updates"] = cast(int, alike.states[0]["updates"]) + updates
-
-    def count(self) -> None:
-        """Say in the states how many updates the weights have had."""
-        for alike in self._alike.values():
-            for state in alike.states:
-                state["updates"] = alike.states[0]["updates"]
+            for alike in some:
+                updates[alike.counted] += 1
 
 
 def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
-    steps = GpuSteps(rule, items)
+    updates = np.array([each.state.get("updates", 0) for each in items])
     try:
-        steps.make()
+        GpuSteps(rule, items, [(number,) for number in range(len(items))]).make(updates)
     finally:
-        steps.count()
+        for each, count in zip(items, updates.tolist(), strict=True):
+            each.state["updates"] = count
 
 
 def _launch_of(made: FusedStep, some: Sequence[_SameStep]) -> Callable[..., None]:

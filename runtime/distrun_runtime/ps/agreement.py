@@ -426,9 +426,12 @@ class Keys:
             for known in self._known.values()
         ]
 
-    def differ_from(self, saved: Sequence[Mapping[str, Any]]) -> str:
-        """Return how the keys of saved states differ from these; empty: they do not."""
-        by_key = {each["key"]: each for each in saved}
+    def differ_from(self, manifest: Mapping[str, Any], present: RuleSpec | None) -> str:
+        """Return how keys and rule of saved states differ from these and the present rule; empty: they do not."""
+        rule = rule_of(manifest)
+        if rule is not None and present is not None and rule.name != present.name:
+            return f"the states were saved under the rule {rule.name!r}, the store has {present.name!r}"
+        by_key = {each["key"]: each for each in manifest["keys"]}
         mine = {each["key"]: each for each in self.to_json()}
         for text in [*mine, *by_key]:
             ours, theirs = mine.get(text), by_key.get(text)
@@ -601,18 +604,13 @@ def _wanted(present: RuleSpec | None, body: Mapping[str, Any], setter: int | Non
     value = body["spec"]
     if value is None:
         return None
-    wanted = RuleSpec.from_json(value)
-    if present is None:
-        return wanted
-    if optimizers.same(present, wanted):
-        return present
-    if not body.get("replace"):
-        who = "" if setter is None else f" (worker-{setter} has set it, worker-{rank} asks for the other)"
-        raise KVError(
-            f"the store has the rule {optimizers.difference(present, wanted)}{who};"
-            f" {optimizers.advice(wanted, body.get('replace'))}"
-        )
-    return wanted
+    who = "" if setter is None else f" (worker-{setter} has set it, worker-{rank} asks for the other)"
+    return optimizers.agreed(present, RuleSpec.from_json(value), body.get("replace"), who)
+
+
+def rule_of(manifest: Mapping[str, Any]) -> RuleSpec | None:
+    """Return the rule of saved states; None: they have none."""
+    return None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
 
 
 def spec_json(spec: RuleSpec | None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, is_on_host, runs
+from distrun_runtime.arrays.device import CpuDevice, DeviceArray, Run, runs
 from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -442,7 +442,6 @@ def _update(
     result: UpdateResult,
 ) -> None:
     """Update shards of one dtype by the sums of the parts of each run."""
-    arena = values.arenas[code]
     by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
     if by_shard:
         for run, given in zip(found, parts, strict=True):
@@ -450,30 +449,41 @@ def _update(
                 _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     values.gather(shards)
-    if values.rule is not None and _step_together(values, code, shards, found, parts):
-        return
-    size = sum(run.end - run.begin for run in found)
-    is_alone = isinstance(values.device, CpuDevice) and not values.device.shares(size)
-    steps: list[tuple[Array, update.WeightStep]] = []
-    sums: list[tuple[Sequence[DeviceArray], DeviceArray]] = []
-    sides: list[tuple[Array, int]] = []
-    for here, piece, addends, side in values.cut(shards, found, parts):
-        target = arena.view(piece.begin, piece.end, side)
-        if values.rule is None:
-            sums.append((addends, target))
-            sides.append((here, side))
-            continue
-        present = int(values.side[here[0]])
-        if side != present:
-            values.device.sum([arena.view(piece.begin, piece.end, present)], target)
-            values.side[here] = side
-        steps += steps_of(values, code, here, piece, weight=target, parts=addends)
-        if is_alone:  # while they are in the processor's cache
-            step_all(values, steps)
-            steps = []
-    if sums:
-        values.write_sums(sums, sides)
-    step_all(values, steps)
+    _update_runs(values, code, shards, found, parts)
+
+
+def _update_runs(
+    values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
+) -> None:
+    """Update dense shards of one dtype by a flat rule or by none.
+
+    Arguments:
+        parts: those of a run are asked for when those before it are used.
+    """
+    if values.rule is None:
+        values.write_sums(code, shards, found, parts)
+    elif not _step_together(values, code, shards, found, parts):
+        _step_by_side(values, code, shards, found, parts)
+
+
+def _step_by_side(
+    values: Values, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
+) -> None:
+    """Make the steps of shards of which some are lent, or which are on several sides."""
+    arena = values.arenas[code]
+
+    def steps() -> Iterator[tuple[Array, update.WeightStep]]:
+        for here, piece, addends, side in values.cut(shards, found, parts):
+            target, present = arena.view(piece.begin, piece.end, side), int(values.side[here[0]])
+            if side != present:
+                values.device.sum([arena.view(piece.begin, piece.end, present)], target)
+                values.side[here] = side
+            yield from steps_of(values, code, here, piece, weight=target, parts=addends)
+
+    if values.is_on_host:
+        _step_in_turn(values, found, steps())
+    else:
+        step_all(values, list(steps()))
 
 
 @dataclass(eq=False)
@@ -485,8 +495,8 @@ class _StepPlan:
     side: int
     counts: bytes
     """How many updates each shard has had."""
-    steps: list[tuple[int, int, int, Array, update.WeightStep]]
-    """Of a run by its number, first and last element in it, the shards, and the step without parts."""
+    steps: list[list[tuple[int, int, Array, update.WeightStep]]]
+    """For each run its steps: first and last element in it, the shards, and the step without parts."""
     on_gpu: dict[Any, update.GpuSteps] = field(default_factory=dict)
     """By where the parts are."""
 
@@ -499,9 +509,19 @@ def update_by(values: Values, code: int, shards: Array, sizes: tuple[int, ...], 
             are used.
     """
     _, found, places = layout(values, shards, sizes)
-    parts = _cut(places, arrays)
-    if values.rule is None or not _step_together(values, code, shards, found, parts):
-        _update(values, code, shards, found, list(parts), turn=(SYNC, 0), result=UpdateResult())
+    _update_runs(values, code, shards, found, _cut(places, arrays))
+
+
+def update_whole(values: Values, shard: int, weight: Array, given: Contribution) -> None:
+    """Update a shard that is all of its value, by itself; what its rule raises is raised.
+
+    Arguments:
+        weight: its value, flat and in host memory, which no reply reads.
+    """
+    if values.rule is None:
+        values.device.sum([spread(given, len(weight)).values], weight)
+    else:
+        _step_alone(values, shard, values.rule, weight, given)
 
 
 def _cut(places: Sequence[tuple[int, int, int]], arrays: Iterable[DeviceArray]) -> Iterator[list[DeviceArray]]:
@@ -524,30 +544,15 @@ def _step_together(
     plan: _StepPlan | None = values.step_plans.pop(id(found), None)
     if plan is None or plan.shards is not shards or plan.side != side or plan.counts != counts:
         plan = _StepPlan(shards, found, side, counts, [])
-        for number, run in enumerate(found):
-            here, begin = shards[run.first : run.last], 0
-            weight = values.arenas[code].view(run.begin, run.end, side)
-            for some, one in steps_of(values, code, here, run, weight=weight, parts=()):
+        for run in found:
+            weight, begin = values.arenas[code].view(run.begin, run.end, side), 0
+            plan.steps.append([])
+            for some, one in steps_of(values, code, shards[run.first : run.last], run, weight=weight, parts=()):
                 end = begin + len(one.weight)
-                plan.steps.append((number, begin, end, some, one))
+                plan.steps[-1].append((begin, end, some, one))
                 begin = end
     if values.is_on_host:
-        there, at, given = iter(parts), -1, cast("Sequence[DeviceArray]", ())
-        assert isinstance(values.device, CpuDevice)
-        # Alone each is made while its sum is in the processor's cache.
-        most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
-        waiting = 0
-        steps: list[tuple[Array, update.WeightStep]] = []
-        for number, begin, end, some, (weight, _, state, knobs) in plan.steps:
-            while at < number:
-                at, given = at + 1, next(there)
-            own = [part[begin:end] for part in given]
-            steps.append((some, update.WeightStep(weight, own, state, knobs)))
-            waiting += end - begin
-            if waiting >= most:
-                step_all(values, steps)
-                steps, waiting = [], 0
-        step_all(values, steps)
+        _step_in_turn(values, found, _steps_by(plan, parts))
     else:
         _step_on_gpu(values, plan, list(parts))
     if isinstance(found, LayoutRuns):
@@ -560,6 +565,28 @@ def _step_together(
     return True
 
 
+def _steps_by(plan: _StepPlan, parts: Iterable[Sequence[DeviceArray]]) -> Iterator[tuple[Array, update.WeightStep]]:
+    """Yield the shards and the step of a plan, by the parts of each run."""
+    for steps, given in zip(plan.steps, parts, strict=True):
+        for begin, end, some, (weight, _, state, knobs) in steps:
+            yield some, update.WeightStep(weight, [part[begin:end] for part in given], state, knobs)
+
+
+def _step_in_turn(values: Values, found: Sequence[Run], steps: Iterable[tuple[Array, update.WeightStep]]) -> None:
+    """Make steps in host memory, each while its sum is in the processor's cache, or some together by threads."""
+    assert isinstance(values.device, CpuDevice)
+    most = SHARED_ELEMENTS if values.device.shares(sum(run.end - run.begin for run in found)) else 0
+    some: list[tuple[Array, update.WeightStep]] = []
+    waiting = 0
+    for shards, one in steps:
+        some.append((shards, one))
+        waiting += len(one.weight)
+        if waiting >= most:
+            step_all(values, some)
+            some, waiting = [], 0
+    step_all(values, some)
+
+
 def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[DeviceArray]]) -> None:
     from distrun_runtime.arrays.gpu_devices import Borrowed
 
@@ -568,23 +595,15 @@ def _step_on_gpu(values: Values, plan: _StepPlan, parts: Sequence[Sequence[Devic
     where = tuple((part.address, id(part.memory.uses)) for its in parts for part in its)
     steps = plan.on_gpu.get(where)
     if steps is None:
-        items = [
-            update.WeightStep(weight, [part[begin:end] for part in parts[number]], state, knobs)
-            for number, begin, end, _, (weight, _, state, knobs) in plan.steps
-        ]
-        steps = update.GpuSteps(values.rule, items)
+        shards, items = zip(*_steps_by(plan, parts), strict=True)
+        steps = update.GpuSteps(values.rule, items, [some.tolist() for some in shards])
         if not any(
             isinstance(part.memory, Borrowed) for its in parts for part in its
         ):  # These come anew with each call.
             if len(plan.on_gpu) >= GPU_STEPS:
                 plan.on_gpu.clear()
             plan.on_gpu[where] = steps
-    try:
-        steps.make()
-    finally:
-        steps.count()
-        for _, _, _, some, one in plan.steps:
-            values.steps[some] = cast(int, one.state["updates"])
+    steps.make(values.steps)
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
@@ -654,46 +673,50 @@ def _update_alone(values: Values, shard: int, given: Contribution, turn: tuple[i
     if values.store.row_size[shard]:
         values.round_rows[shard] = given.rows if isinstance(given, Rows) else None
     try:
-        if values.rule is not None:
-            squares = _step_alone(values, shard, given, turn)
-            if squares is not None:
-                result.squares[shard] = squares
-            return
-        dense = spread(given, int(values.store.length[shard]))
-        is_here = is_on_host(dense.values) == values.is_on_host
-        values.device.sum([dense.values if is_here else values.device.put(dense.values)], values.own(shard, keep=False))
+        squares = _update_or_prepare(values, shard, given, turn)
     except Exception as err:
         # A user's rule may raise anything.
         result.failed[shard] = (err, traceback.format_exc())
+    else:
+        if squares is not None:
+            result.squares[shard] = squares
 
 
-def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int, int]) -> tuple[float, ...] | None:
-    """Do one update of a shard; with a rule that needs norms, the first half of it."""
-    rule = values.rule
-    assert rule is not None
-    knobs = values.knobs_of(shard)
-    if values.goes_flat(shard):
+def _update_or_prepare(
+    values: Values, shard: int, given: Contribution, turn: tuple[int, int]
+) -> tuple[float, ...] | None:
+    """Do one update of a shard; with a rule that needs norms, the first half of it: return its sums of squares."""
+    rule, length = values.rule, int(values.store.length[shard])
+    if rule is None or values.goes_flat(shard):
         run = Run(0, 1, *values.span(shard), 0)
-        dense = spread(given, int(values.store.length[shard]))
-        weight = values.own(shard)
-        code = int(values.store.dtype[shard])
-        step_all(values, list(steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
+        parts = [[spread(given, length).values]]
+        _update_runs(values, int(values.store.dtype[shard]), np.array([shard]), [run], parts)
         return None
-    if shard not in values.state:
-        values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))
-    state = values.state[shard]
     if isinstance(rule, NormRule):
-        dense = spread(given, int(values.store.length[shard]))
-        prepared = rule.prepare(values.weight(shard), dense.values, state, knobs)
+        weight, knobs = values.weight(shard), values.knobs_of(shard)
+        state = _own_state(values, shard, rule, weight)
+        prepared = rule.prepare(weight, spread(given, length).values, state, knobs)
         values.open_updates.setdefault(shard, {})[turn] = OpenUpdate(rule, knobs, prepared)
         return prepared.squares
-    weight = values.own(shard)
+    _step_alone(values, shard, rule, values.own(shard), given)
+    return None
+
+
+def _own_state(values: Values, shard: int, rule: rules.Rule, weight: DeviceArray) -> dict[str, Any]:
+    """Return what a rule that goes by shard remembers of one, to be changed."""
+    if shard not in values.state:
+        values.state[shard] = cast(dict[str, Any], rule.new_state(weight))
+    return values.state[shard]
+
+
+def _step_alone(values: Values, shard: int, rule: rules.Rule, weight: DeviceArray, given: Contribution) -> None:
+    """Make the step of a rule that goes by shard, on a weight that no reply reads."""
+    state, knobs = _own_state(values, shard, rule, weight), values.knobs_of(shard)
     if isinstance(given, Dense):
         update.update(rule, weight, given.values, state, knobs)
     else:
         width = int(values.store.row_size[shard])
         update.update(rule, weight.reshape(-1, width), given.values, state, knobs, rows=given.rows)
-    return None
 
 
 def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
@@ -709,7 +732,7 @@ def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
         by_shard = values.rule.needs_norms or values.store.row_size[batch.shards].any()
         if by_shard or not is_plain(batch) or len(set(numbers)) > 1:
             for (shard, given), number in zip(contributions(values, batch), numbers, strict=True):
-                squares = _step_alone(values, shard, given, (what.rank, number))
+                squares = _update_or_prepare(values, shard, given, (what.rank, number))
                 if squares is not None:
                     result.squares[shard] = squares
         else:
@@ -728,10 +751,9 @@ def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
 def finish(values: Values, what: role.FinishUpdate) -> None:
     """Finish an update whose norms are known."""
     half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
-    if what.shard not in values.state:
-        values.state[what.shard] = cast(dict[str, Any], half.rule.new_state(values.weight(what.shard)))
     weight = values.own(what.shard)
-    half.rule.finish(weight, half.prepared, what.totals, values.state[what.shard], half.knobs)
+    state = _own_state(values, what.shard, half.rule, weight)
+    half.rule.finish(weight, half.prepared, what.totals, state, half.knobs)
 
 
 def drop(values: Values, what: role.DropUpdate) -> None:

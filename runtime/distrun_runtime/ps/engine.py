@@ -364,12 +364,7 @@ class WorkEngine:
 
     def _write(self, values: Values, batch: role.Batch) -> None:
         for code, given in arithmetic.given_by(values, batch):
-            arena = values.arenas[code]
-            sums, sides = [], []
-            for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
-                sums.append((parts, arena.view(piece.begin, piece.end, side)))
-                sides.append((shards, side))
-            values.write_sums(sums, sides)
+            values.write_sums(code, given.shards, given.runs, [[part] for part in given.parts])
 
     def _try_fill(self, what: role.TryFill) -> None:
         message = what.message
@@ -539,7 +534,8 @@ class WorkEngine:
             # The same on all servers: the scheduler changes rules one at a time.
             raise KVError("the rule was changed while states were being loaded; nothing was loaded, load them again")
         elif values is not None:
-            values.restore()
+            staged, values.staged = values.staged, []
+            values.restore(enumerate(staged))
 
     def _drop(self, what: role.DropUpdate) -> None:
         arithmetic.drop(self._of(what.store), what)

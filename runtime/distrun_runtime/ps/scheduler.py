@@ -15,7 +15,6 @@ from typing import Any
 
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
@@ -31,6 +30,7 @@ from distrun_runtime.ps.agreement import (
     Queries,
     Rules,
     Then,
+    rule_of,
     spec_json,
 )
 from distrun_runtime.ps.replies import answer, refusal
@@ -103,17 +103,14 @@ class Checkpoints:
             "folder": first["folder"],
             "manifest": manifest,
             "numbers": saved,
-            "spec": spec_json(self._rules.spec(store.number) or _spec(manifest)),
+            "spec": spec_json(self._rules.spec(store.number) or rule_of(manifest)),
         }
         return self._tell(Kind.LOAD, store, body, lambda answers: self._staged(store, calls, manifest, answers))
 
     def _against(self, store: AgreedStore, manifest: Mapping[str, Any]) -> str:
         if manifest.get("format") != FORMAT:
             return f"saved states of format {manifest.get('format')!r}; this version reads {FORMAT}"
-        present, saved = self._rules.spec(store.number), _spec(manifest)
-        if present is not None and saved is not None and present.name != saved.name:
-            return f"the states were saved under the rule {saved.name!r}, the store has {present.name!r}"
-        wrong = store.keys.differ_from(manifest["keys"])
+        wrong = store.keys.differ_from(manifest, self._rules.spec(store.number))
         if not wrong:
             # All that the workers are told later is read once now: a manifest without it must change nothing.
             self._facts(store, manifest)
@@ -135,7 +132,7 @@ class Checkpoints:
 
         if answers.errors:
             return self._drop(store, calls, answers)
-        return self._rules.restore(store.number, _spec(manifest), ruled)
+        return self._rules.restore(store.number, rule_of(manifest), ruled)
 
     def _drop(self, store: AgreedStore, calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
         return self._tell(Kind.LOAD, store, {"action": "drop"}, lambda _: _refuse(calls, answers))
@@ -187,10 +184,6 @@ class Checkpoints:
 
     def _tell(self, kind: Kind, store: AgreedStore, body: Mapping[str, Any], then: Then) -> list[role.Action]:
         return self._queries.send(Message(kind, store=store.number, body=body), then)
-
-
-def _spec(manifest: Mapping[str, Any]) -> RuleSpec | None:
-    return None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
 
 
 def _refuse(calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:

@@ -6,7 +6,7 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple, Union, cast
@@ -201,7 +201,8 @@ class CopiedShards:
 
     def forget(self, shards: Array) -> None:
         """The shards are written: what was copied is past."""
-        self._where[0, shards] = 0
+        if self._count:
+            self._where[0, shards] = 0
 
 
 class Values:
@@ -449,13 +450,11 @@ class Values:
 
     def own(self, shard: int, keep: bool = True) -> DeviceArray:
         """Return a shard's value to be written: another side, with `keep` a copy of it, if it is lent."""
-        present = self.weight(shard)
-        shards = np.array([shard])
-        side = self.free_side(int(self.side[shard]), shards)
-        self.note_writes(shards)
-        if side == self.side[shard]:
+        present, side = self.weight(shard), int(self.side[shard])
+        self.note_writes(np.array([shard]))
+        if not self.lent[side, shard]:
             return present
-        self.side[shard] = side
+        self.side[shard] = self.free_side(side, shard)
         target = self.weight(shard)
         if keep:
             self.device.sum([present], target)
@@ -490,34 +489,26 @@ class Values:
                 self.encoded.pop(shard, None)
 
     def cut(
-        self, shards: Array, found: Sequence[Run], parts: Sequence[Sequence[DeviceArray]]
+        self, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
     ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
         """Yield parts of runs that lie on one side: shards, run, parts, and the side to write."""
-        sides = self.side[shards]
-        if (sides == sides[0]).all():
-            lent = self.lent[sides[0], shards]
-            if not lent.any() or lent.all():
-                # Mostly all of them can be written to one side.
-                side = self.free_side(int(sides[0]), shards)
-                for run, given in zip(found, parts, strict=True):
-                    yield shards[run.first : run.last], run, given, side
-                return
+        for_all = self._side_to_write(shards)  # Mostly there is one.
         for run, given in zip(found, parts, strict=True):
-            yield from self._cut_run(shards, run, given)
+            here = shards[run.first : run.last]
+            side = self._side_to_write(here) if for_all is None else for_all
+            if side is not None:
+                yield here, run, given, side
+                continue
+            for shard, one, pieces in self.apart(shards, run, given):
+                alone = np.array([shard])
+                yield alone, one, pieces, self.free_side(int(self.side[shard]), alone)
 
-    def _cut_run(
-        self, shards: Array, run: Run, parts: Sequence[DeviceArray]
-    ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
-        here = shards[run.first : run.last]
-        sides = self.side[here]
-        if (sides == sides[0]).all():
-            lent = self.lent[sides[0], here]
-            if not lent.any() or lent.all():
-                yield here, run, list(parts), self.free_side(int(sides[0]), here)
-                return
-        for shard, one, pieces in self.apart(shards, run, parts):
-            alone = np.array([shard])
-            yield alone, one, pieces, self.free_side(int(self.side[shard]), alone)
+    def _side_to_write(self, shards: Array) -> int | None:
+        """Return the side to which new values of shards go that are on one side and lent alike; None: they are not."""
+        sides = self.side[shards]
+        lent = self.lent[sides[0], shards]
+        is_one = (sides == sides[0]).all() and (lent.all() or not lent.any())
+        return self.free_side(int(sides[0]), shards) if is_one else None
 
     def apart(
         self, shards: Array, run: Run, parts: Sequence[DeviceArray]
@@ -532,12 +523,16 @@ class Values:
     # Sums
 
     def write_sums(
-        self, sums: Sequence[tuple[Sequence[DeviceArray], DeviceArray]], sides: Sequence[tuple[Array | slice, int]]
+        self, code: int, shards: Array, found: Sequence[Run], parts: Iterable[Sequence[DeviceArray]]
     ) -> None:
-        """Write sums, which are the values of shards from then on; `sides`: where these are."""
+        """Write the sums of the parts of each run, which are the values of shards of one dtype from then on."""
+        arena, sums, sides = self.arenas[code], [], []
+        for here, piece, addends, side in self.cut(shards, found, parts):
+            sums.append((addends, arena.view(piece.begin, piece.end, side)))
+            sides.append((here, side))
         self.device.sums(sums)
-        for shards, side in sides:
-            self.side[shards] = side
+        for here, side in sides:
+            self.side[here] = side
 
     def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
         """Write sums, which are the values of shards on this side from then on."""
@@ -684,12 +679,11 @@ class Values:
             for key, offset, shard in places
         ]
 
-    def restore(self) -> None:
-        """Put what was staged in its place."""
-        staged, self.staged = self.staged, []
+    def restore(self, staged: Iterable[tuple[int, statefile.Staged | None]]) -> None:
+        """Put what was read for shards in its place."""
         self.rounds.clear()
         self.step_plans.clear()
-        for shard, read in enumerate(staged):
+        for shard, read in staged:
             if read is None:
                 continue
             copy(read.weight, self.own(shard, keep=False))

@@ -214,6 +214,8 @@ class StoreBackend(Protocol):
 
     A call that returns a Pending does not wait for other nodes; `wait` of that Pending does. A call raises at once only
     what is known at once.
+
+    What a method does here is right for a store that no other worker shares.
     """
 
     @property
@@ -243,6 +245,7 @@ class StoreBackend(Protocol):
 
     def companion(self) -> StoreBackend:
         """Return another store of the same workers, with rounds and without a rule. All workers call it."""
+        raise KVError(f"a {self.type!r} store has no other workers")
 
     # Data
 
@@ -390,11 +393,13 @@ class StoreBackend(Protocol):
 
     def num_dead(self, mask: int) -> int:
         """Return how many nodes of these roles (1 scheduler, 2 servers, 4 workers) are lost."""
+        return 0
 
     # Membership
 
     def barrier(self) -> Pending:
         """Be done when all workers have called it."""
+        return CompletedCall("barrier")
 
     def join(self) -> None:
         """Count as a zero contribution to all later rounds; return when all workers have joined."""
@@ -407,9 +412,11 @@ class StoreBackend(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """Close because `error` left the `with` block: tell the others, wait for nothing."""
+        self.close()
 
     def give_up(self, error: BaseException) -> None:
         """Close because `error` came before the store could be used: tell the workers that wait for this one."""
+        self.close()
 
 
 # Stores of other packages: classes derived from `KVStoreBase`. One is known by registering the class in this process,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +36,6 @@ from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.values import First, RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
-if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.plans import Plans
-
-
 MOST_UNCOUNTED = 64
 """So many lists of keys may have pushes that are not counted yet."""
 
@@ -62,11 +58,9 @@ class LocalBackend(StoreBackend):
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights(self.reducer.host)
         self.reducer.prepares.append(self._weights.prepare)
-        self._plans: Plans | None = None
-        """Of calls with arrays on a GPU, once there was one."""
         self._counters = Counters()
-        self._pushes: dict[Key, int] = defaultdict(int)
-        self._uncounted: dict[Selection, int] = defaultdict(int)
+        self._pushes = Counter[Key]()
+        self._uncounted = Counter[Selection]()
         """Pushes of whole calls that are not among those yet: to count them key by key takes long."""
         self._recorder = trace.Recorder()
 
@@ -101,7 +95,6 @@ class LocalBackend(StoreBackend):
     def delete(self, records: list[KeyRecord], call_number: int) -> None:
         with self._open():
             self._count_pushes()
-            self._plans = None
             for record in records:
                 self._weights.delete(record.key)
                 self._pushes.pop(record.key, None)
@@ -116,9 +109,7 @@ class LocalBackend(StoreBackend):
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = devices.on_host(self._weights.kept[record.key].array)[rows]
-                self._counters.bytes_out += found.nbytes
-                take(found)
+                take(self._rows(record, rows))
 
         return self._made("row_sparse_pull", Selection(record for record, _, _ in items), work)
 
@@ -134,7 +125,7 @@ class LocalBackend(StoreBackend):
         def work() -> None:
             for (record, give), value in zip(items, values, strict=True):
                 rows = value.canonical().rows if isinstance(value, RowSparse) else np.arange(record.shape[0])
-                give(devices.on_host(self._weights.kept[record.key].array)[rows], rows.copy())
+                give(self._rows(record, rows), rows.copy())
 
         return self._made("pushpull", keys, partial(self._update, keys, values, call.scale), work)
 
@@ -144,12 +135,8 @@ class LocalBackend(StoreBackend):
         if keys.has_rows or self.compresses or self._recorder.is_on or not on_devices(self.type):
             return None
         with self._lock:
-            if self._plans is None:
-                from distrun_runtime.arrays.plans import Plans
-
-                self._plans = Plans(devices.gpus())
             try:
-                made = self._plans.call(keys, given, outs, self._weights.planned, scale)
+                made = self._weights.planned(keys, given, outs, scale)
                 if made is None:
                     return None
             except KVError as err:
@@ -177,17 +164,10 @@ class LocalBackend(StoreBackend):
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold the lock of a store that no other thread has closed meanwhile.
-
-        Plans of arrays that have moved, or have other states then, do not keep their memory."""
+        """Hold the lock of a store that no other thread has closed meanwhile."""
         with self._lock:
             self.lifetime.check()
-            before = self._weights.calls
-            try:
-                yield
-            finally:
-                if self._weights.calls is not before:
-                    self._plans = None
+            yield
 
     def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
         kept = self._weights.kept
@@ -196,6 +176,11 @@ class LocalBackend(StoreBackend):
             for out in arrays:
                 devices.copy(value, out)
                 self._counters.bytes_out += value.nbytes
+
+    def _rows(self, record: KeyRecord, rows: Array) -> Array:
+        found: Array = devices.on_host(self._weights.kept[record.key].array)[rows]
+        self._counters.bytes_out += found.nbytes
+        return found
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         self._weights.update(keys, values, scale)
@@ -213,8 +198,7 @@ class LocalBackend(StoreBackend):
 
     def _count_pushes(self) -> None:
         for keys, times in self._uncounted.items():
-            for key in keys.keys:
-                self._pushes[key] += times
+            self._pushes.update(dict.fromkeys(keys.keys, times))
         self._uncounted.clear()
 
     # What a push does
@@ -282,14 +266,6 @@ class LocalBackend(StoreBackend):
         finally:
             trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
 
-    def num_dead(self, mask: int) -> int:
-        return 0
-
-    # Membership
-
-    def barrier(self) -> Pending:
-        return CompletedCall("barrier")
-
     def join(self) -> None:
         """Return at once: there are no other workers."""
 
@@ -298,16 +274,7 @@ class LocalBackend(StoreBackend):
 
     def close(self) -> None:
         with self._lock:
-            self._weights.clear()
-            self._plans = None
+            self._weights = Weights(self.reducer.host)
+        self.reducer.prepares.clear()
         self._compressor.clear()
         self.reducer.trim()
-
-    def abort(self, error: BaseException) -> None:
-        self.close()
-
-    give_up = abort
-
-    def companion(self) -> StoreBackend:
-        """Raise KVError: a local store is not shared."""
-        raise KVError(f"a {self.type!r} store has no other workers")

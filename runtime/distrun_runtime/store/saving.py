@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError, RuntimeFault
-from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
-from distrun_runtime.ps.agreement import Keys
+from distrun_runtime.ps.agreement import Keys, rule_of
 from distrun_runtime.store.keys import Key
 from distrun_runtime.store.weights import Weights
 
@@ -164,11 +163,7 @@ def load_local(folder: str, weights: Weights) -> dict[Key, Array]:
     host, keys = platform.node(), _declared(weights)
     folder = os.path.abspath(folder)
     manifest = statefile.read_manifest(folder, host)
-    rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
-    present = weights.spec
-    wrong = keys.differ_from(manifest["keys"])
-    if not wrong and rule is not None and present is not None and rule.name != present.name:
-        wrong = f"the states were saved under the rule {rule.name!r}, the store has {present.name!r}"
+    wrong, rule = keys.differ_from(manifest, weights.spec), rule_of(manifest)
     if wrong:
         raise KVError(f"states in {folder}: {wrong}")
     saved = keys.saved_as(manifest["keys"])

@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, copy, on_host
+from distrun_runtime.arrays.device import Device, DeviceArray, copy, gpus, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, is_float, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.reduce import scaled
+from distrun_runtime.ops.reduce import Contribution, Dense, Rows, scaled
 from distrun_runtime.ops.update import GpuSteps, WeightStep, can_fuse, prepare
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps import arithmetic, statefile
@@ -34,7 +34,7 @@ from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, TensorColumn
-    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn
+    from distrun_runtime.arrays.plans import CallArrays, PlacedColumn, Plans
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Of sums that are scaled, or copied to a GPU, before their keys are updated."""
@@ -60,34 +60,45 @@ class _Together:
     """Keys of a call that are updated together: dense, of one dtype, on one device, by a flat rule or by none.
 
     Arguments:
-        code: of the dtype, in messages.
         at: their places in the call.
         stored: the values of all keys of the call.
     """
 
-    def __init__(self, code: int, at: list[int], stored: Sequence[Stored]) -> None:
-        self.values = values = stored[at[0]].values
-        self.at, self._code = at, code
-        self._arrays = [stored[each].array for each in at]
-        self._shards = np.array([stored[each].shard for each in at])
-        self._pieces: dict[tuple[int, int], Array] = {}
-        """Of the shards, each the same object again: what is known of it is found by that."""
-        self._joins, self._sizes = _joins(values.store.length[self._shards])
+    def __init__(self, at: list[int], stored: Sequence[Stored]) -> None:
+        self.at, self.values, self.dtype = at, stored[at[0]].values, stored[at[0]].record.dtype
+        self._code = DTYPE_CODES[self.dtype]
+        self.arrays = [stored[each].array for each in at]
+        self.sizes = [each.size for each in self.arrays]
+        # The same objects again with each call: what is known of shards is found by that.
+        self.shards = np.array([stored[each].shard for each in at])
+        self.most = COPIED_BYTES // work_dtype(self.dtype).itemsize
+        """Elements of sums that are copied on a GPU at once."""
+        limits = (self.most,) if self.values.device.is_gpu else (CHUNK, JOINED_ELEMENTS)
+        self.groups = _groups(self.sizes, *limits)
+        """Of sums that are copied together."""
+        self._pieces = [self.shards[each] for each in self.groups]
+        self._totals = tuple(sum(self.sizes[each]) for each in self.groups)
 
     def update(self, sums: Sequence[Any], scale: float) -> None:
         """Update the keys by their sums, times `scale`."""
-        values = self.values
+        values, code = self.values, self._code
         if values.device.is_gpu:
-            for first, last, some in _on_gpu(cast("GpuDevice", values.device), sums, scale):
-                shards = self._pieces.setdefault((first, last), self._shards[first:last])
-                flat = [each.reshape(-1) for each in some]
-                arithmetic.update_by(values, self._code, shards, tuple(map(len, flat)), flat)
+            self._update_on_gpu(cast("GpuDevice", values.device), sums, scale)
         elif values.rule is None:
-            for array, total in zip(self._arrays, sums, strict=True):
+            for array, total in zip(self.arrays, sums, strict=True):
                 np.copyto(array, narrow(total if scale == 1 else scaled(widen(total), scale), array.dtype))
         else:
-            arrays = (_joined(sums[first:last], scale) for first, last in self._joins)
-            arithmetic.update_by(values, self._code, self._shards, self._sizes, arrays)
+            joined = (_joined(sums[each], scale) for each in self.groups)
+            arithmetic.update_by(values, code, self.shards, self._totals, joined)
+
+    def _update_on_gpu(self, gpu: GpuDevice, sums: Sequence[Any], scale: float) -> None:
+        if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
+            flat = [each.reshape(-1) for each in sums]
+            arithmetic.update_by(self.values, self._code, self.shards, tuple(self.sizes), flat)
+            return
+        for its, shards, total in zip(self.groups, self._pieces, self._totals, strict=True):
+            bucket = _bucket_of(gpu, sums[its], self.dtype, scale)
+            arithmetic.update_by(self.values, self._code, shards, (total,), [bucket])
 
 
 class Weights:
@@ -113,8 +124,9 @@ class Weights:
         self._values: dict[Device, Values] = {}
         """Of devices that have values."""
         self.calls: WeakKeyDictionary[Selection, tuple[list[int], list[_Together]]] = WeakKeyDictionary()
-        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together. Another
-        object once arrays have moved, or have other states."""
+        """Which keys of a call go by themselves, rows and those whose rule is not flat, and which go together."""
+        self.plans: Plans | None = None
+        """Of calls with arrays on a GPU, once there was one."""
         self.buckets: WeakValueDictionary[tuple[Any, ...], GpuArray] = WeakValueDictionary()
         """What the plans of calls share."""
         self._kernels: dict[tuple[GpuDevice, DType], None] = {}
@@ -145,21 +157,15 @@ class Weights:
 
     def delete(self, key: Key) -> None:
         """Forget a value and its state."""
-        kept = self.kept.pop(key)
-        shard = np.array([kept.shard])
-        kept.values.forget(shard)
-        kept.values.store.forget(shard)
+        self._forget_calls()
+        _drop(self.kept.pop(key))
 
     def _on(self, device: Device) -> Values:
         """Return the arrays of a device."""
         if device not in self._values:
-            self._values[device] = self._new(device)
+            self._values[device] = Values(Store(0, 1), device, is_sent=False)
+            self._values[device].set_rule(self.rule, self.spec or UPDATER)
         return self._values[device]
-
-    def _new(self, device: Device) -> Values:
-        values = Values(Store(0, 1), device, is_sent=False)
-        values.set_rule(self.rule, self.spec or UPDATER)
-        return values
 
     @contextmanager
     def _entering(self, values: Values, records: Sequence[KeyRecord]) -> Iterator[list[Stored]]:
@@ -189,14 +195,19 @@ class Weights:
                     values.set_state(here.shard, there.values.state_of(there.shard))
         except KVError as err:
             raise KVError(f"{named(record.key for record in records)}: {err}") from err
+        self._forget_calls()
         for there, here in zip(old, new, strict=True):
-            there.values.set_state(there.shard, None)
             self.kept[here.record.key] = here
+            _drop(there)
         self._values = {each.values.device: each.values for each in self.kept.values()}
-        self.calls = WeakKeyDictionary()
+
+    def _forget_calls(self) -> None:
+        """Keep nothing of calls: arrays have moved, or have other states."""
+        self.calls, self.plans = WeakKeyDictionary(), None
 
     def _to_host(self) -> None:
-        self._move(self._new(self._host), [each.record for each in self.kept.values()])
+        records = [each.record for each in self.kept.values() if each.values.device.is_gpu]
+        self._move(self._on(self._host), records)
 
     # Updates
 
@@ -208,35 +219,22 @@ class Weights:
         """
         if set(map(type, sums)) != {np.ndarray}:
             self._follow(keys, sums)
-        alone, together = self.calls.get(keys) or self._planned(keys)
+        alone, together = self._grouped(keys)
         for at in alone:
-            self._update_alone(self.kept[keys.keys[at]], sums[at], scale)
+            kept = self.kept[keys.keys[at]]
+            given = _contribution(kept.record, sums[at], scale)
+            arithmetic.update_whole(kept.values, kept.shard, kept.array.reshape(-1), given)
         for each in together:
             try:
                 each.update(sums if len(each.at) == len(sums) else [sums[at] for at in each.at], scale)
             except KVError as err:
                 raise KVError(f"{named(keys.keys[at] for at in each.at)}: {err}") from err
 
-    def _update_alone(self, kept: Stored, value: Value, scale: float) -> None:
-        weight, rows = kept.array, value.rows if isinstance(value, RowSparse) else None
-        given = value.values if isinstance(value, RowSparse) else on_host(value)
-        if scale != 1:
-            given = scaled(widen(given), scale)
-        if self.rule is None:
-            weight[...] = np.zeros((), weight.dtype)
-            weight[rows] = narrow(given, weight.dtype)
-            return
-        if self.spec is not None:  # Rules see values flat, or as rows.
-            width = () if rows is None else (kept.record.row_size,)
-            weight = weight.reshape((len(weight) if width else -1, *width))
-            given = given.reshape((len(given) if width else -1, *width))
-        state = kept.values.state.get(kept.shard)
-        if state is None:
-            state = kept.values.state[kept.shard] = self.rule.new_state(kept.array.reshape(-1))
-        self.rule.step(weight, given, state, kept.values.knobs_of(kept.shard), rows)
-
-    def _planned(self, keys: Selection) -> tuple[list[int], list[_Together]]:
+    def _grouped(self, keys: Selection) -> tuple[list[int], list[_Together]]:
         """Return what `calls` keeps of a call."""
+        found = self.calls.get(keys)
+        if found is not None:
+            return found
         alone: list[int] = []
         groups: dict[tuple[Device, int], list[int]] = {}
         every = [self.kept[key] for key in keys.keys]
@@ -246,9 +244,8 @@ class Weights:
                 alone.append(at)
             else:
                 groups.setdefault((values.device, code), []).append(at)
-        together = [_Together(code, its, every) for (_, code), its in groups.items()]
-        self.calls[keys] = alone, together
-        return alone, together
+        found = self.calls[keys] = alone, [_Together(its, every) for its in groups.values()]
+        return found
 
     def _follow(self, keys: Selection, sums: Sequence[Value]) -> None:
         """Let values be on the GPUs that have their sums, if kernels can update them there."""
@@ -261,17 +258,25 @@ class Weights:
         for gpu, records in moves.items():
             self._move(self._on(gpu), records)
 
-    def planned(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
-        """Return what makes a call again and again: updates values on a GPU, and writes them; None: no kernel can."""
-        stored = [self.kept[key] for key in keys.keys]
-        are_here = all(each.values.device.is_gpu for each in stored)
-        if not are_here or (call.is_scaled and not all(map(is_float, keys.dtypes))):
+    def planned(
+        self, keys: Selection, given: Sequence[Any] | None, outs: Sequence[Any] | None, scale: float
+    ) -> Callable[[], object] | None:
+        """Make a call with arrays on GPUs by its plan (`Plans.call`); None: it has none."""
+        if self.plans is None:
+            from distrun_runtime.arrays.plans import Plans
+
+            self.plans = Plans(gpus())
+        return self.plans.call(keys, given, outs, self._plan, scale)
+
+    def _plan(self, keys: Selection, call: CallArrays) -> PlannedUpdate | None:
+        alone, together = self._grouped(keys)
+        are_fit = (each.values.device.is_gpu and (is_float(each.dtype) or not call.is_scaled) for each in together)
+        if alone or not all(are_fit):
             return None
-        are_new = any(each.values.steps[each.shard] < 0 for each in stored)
-        if call.parts and self.rule is not None and (are_new or not can_fuse(self.rule)):
-            return None
+        if call.parts and self.rule and any((each.values.steps[each.shards] < 0).any() for each in together):
+            return None  # States begin with the first step.
         try:
-            return PlannedUpdate(self, keys, call)
+            return PlannedUpdate(self, together, call)
         except _NoPlan:
             return None
 
@@ -299,12 +304,10 @@ class Weights:
 
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
-        if self.spec is not None and rules.same(self.spec, spec):
-            return
-        if not replace and self.rule is not None:
-            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
-            raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
-        self.install(spec, self.made(spec))
+        present = UPDATER if self.spec is None and self.rule is not None else self.spec
+        agreed = rules.agreed(present, spec, replace)
+        if agreed is not self.spec:
+            self.install(agreed, self.made(agreed))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
@@ -319,7 +322,16 @@ class Weights:
             self._to_host()  # first, as nothing but this may fail
         self.install(None, None)
         if updater is not None:
-            self.install(None, rules.UpdaterRule(updater, {}))
+            self.install(None, rules.UpdaterRule(self._shaped(updater), {}))
+
+    def _shaped(self, updater: Updater) -> Updater:
+        """Return a function that takes flat arrays, as rules do."""
+
+        def call(key: Key, received: Array, stored: Array) -> None:
+            shape = self.kept[key].record.shape
+            updater(key, received.reshape(shape), stored.reshape(shape))
+
+        return call
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -340,13 +352,12 @@ class Weights:
         """
         with self._preparing:
             self._compile(rule, self._kernels)
-            every = self._values.values() if rule is not None else ()
+            every = list(self._values.values())
             anew = [each for each in every if rule and each.rule is not None and not each.keeps_state(rule)]
-            on_gpus = [each for each in every if each.device.is_gpu]
-            if on_gpus and rule and (not can_fuse(rule) or any(each in on_gpus for each in anew)):
+            if rule and any(each.device.is_gpu and (each in anew or not can_fuse(rule)) for each in every):
                 self._to_host()
             if anew or not (spec and self.spec and replace(spec, params=self.spec.params) == self.spec):
-                self.calls = WeakKeyDictionary()
+                self._forget_calls()
             # Where states begin anew a user's rule may raise: that is in host memory.
             for values in sorted(self._values.values(), key=lambda values: values.device.is_gpu):
                 values.set_rule(rule, spec or UPDATER)
@@ -363,18 +374,9 @@ class Weights:
 
     def restore(self, staged: Sequence[statefile.Staged | None]) -> None:
         """Put what was read for the `saved` shards in its place."""
-        for values in self._values.values():
-            values.staged = [None] * values.store.count
+        self._forget_calls()
         for each, read in zip(self.kept.values(), staged, strict=True):
-            each.values.staged[each.shard] = read
-        for values in self._values.values():
-            values.restore()
-        self.calls = WeakKeyDictionary()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.kept, self._values, self.spec, self.rule = {}, {}, None, None
-        self.calls = WeakKeyDictionary()
+            each.values.restore([(each.shard, read)])
 
 
 class _NoPlan(Exception):
@@ -389,8 +391,8 @@ class PlannedUpdate:
     the outs.
     """
 
-    def __init__(self, weights: Weights, keys: Selection, call: CallArrays) -> None:
-        self._weights, self._layout, self._rule, self._call = weights, weights.calls, weights.rule, call
+    def __init__(self, weights: Weights, together: Sequence[_Together], call: CallArrays) -> None:
+        self._weights, self._rule, self._call = weights, weights.rule, call
         # Kernels that are compiled take two parts.
         self._sums_first = call.is_scaled or (weights.rule is not None and len(call.parts) > 2)
         self._scale = 1.0
@@ -398,26 +400,20 @@ class PlannedUpdate:
         self._before: list[Callable[[], object]] = []
         """What brings the parts to the values' GPUs."""
         self._updates: list[Callable[[], object]] = []
-        self._steps: list[_PlannedSteps] = []
+        self._steps: list[tuple[Values, GpuSteps]] = []
         """Of the updates."""
         self._after: list[Callable[[], object]] = []
         """What brings the values to the outs."""
-        homes: dict[Values, dict[DType, list[int]]] = {}
-        for number, (key, dtype) in enumerate(zip(keys.keys, keys.dtypes, strict=True)):
-            homes.setdefault(weights.kept[key].values, {}).setdefault(dtype, []).append(number)
-        for values, groups in homes.items():
-            for numbers in groups.values():
-                stored = [weights.kept[keys.keys[number]] for number in numbers]
-                self._plan(cast("GpuDevice", values.device), numbers, stored)
+        for each in together:
+            self._plan(each, cast("GpuDevice", each.values.device))
         self._work = [*self._before, *self._updates, *self._after]
 
-    def _plan(self, home: GpuDevice, numbers: list[int], stored: Sequence[Stored]) -> None:
-        """Plan what is done with keys of one dtype whose values are on one GPU."""
+    def _plan(self, of: _Together, home: GpuDevice) -> None:
+        """Plan what is done with keys that are updated together."""
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn
 
-        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
-        own, parts = [each.array for each in stored], list[TensorColumn]()
+        numbers, sizes, dtype, parts = of.at, of.sizes, of.dtype, list[TensorColumn]()
 
         def carried(work: list[Callable[[], Any]], column: TensorColumn, *way: GpuDevice) -> TensorColumn:
             """Return a column of one GPU on another, to which work brings it by one copy."""
@@ -436,28 +432,27 @@ class PlannedUpdate:
             outs.setdefault(_device_of(column, numbers), []).append(column.arrays.some(numbers))
         if parts:
             at_once = outs.pop(home, []) if self._rule is None and self._call.are_apart else []
-            self._update(home, stored, parts, [TensorColumn.of(Write, own), *at_once])
+            self._update(of, home, parts, [TensorColumn.of(Write, of.arrays), *at_once])
         for there, columns in outs.items():
-            value = TensorColumn.of(Read, own)
+            value = TensorColumn.of(Read, of.arrays)
             value = value if there is home else carried(self._after, value, home, there)
             self._after.append(there.sum_lists([value], columns, sizes, dtype))
 
-    def _update(
-        self, home: GpuDevice, stored: Sequence[Stored], parts: list[TensorColumn], outs: list[TensorColumn]
-    ) -> None:
+    def _update(self, of: _Together, home: GpuDevice, parts: list[TensorColumn], outs: list[TensorColumn]) -> None:
         """Plan the update of keys by parts that are with them; outs: what is written without a rule."""
         from distrun_runtime.arrays.cuda import Read, Write
         from distrun_runtime.arrays.gpu import TensorColumn
 
-        sizes, dtype = [each.record.size for each in stored], stored[0].record.dtype
+        sizes, dtype = of.sizes, of.dtype
         kind = work_dtype(dtype) if self._sums_first else dtype
-        groups = [range(len(sizes))]
+        groups = [slice(0, len(sizes))]
         if self._sums_first:  # So many at a time that their sums fit into one bucket.
-            most = COPIED_BYTES // kind.itemsize
-            groups = _groups(sizes, most)
-            bucket = self._bucket(home, min(sum(sizes), most), kind)
+            if max(sizes) > of.most:
+                raise _NoPlan
+            groups, bucket = of.groups, self._bucket(home, min(sum(sizes), of.most), kind)
         for its in groups:
-            given, some = [each.some(its) for each in parts], [sizes[at] for at in its]
+            numbers, some = range(its.start, its.stop), sizes[its]
+            given = [each.some(numbers) for each in parts]
             if self._sums_first:
                 sums = bucket[: sum(some)]
                 self._updates.append(home.sum_lists(given, [TensorColumn.within(Write, sums, some)], some, dtype, kind))
@@ -465,11 +460,21 @@ class PlannedUpdate:
                     self._updates.append(partial(self._multiply, home, sums))
                 given = [TensorColumn.within(Read, sums, some)]
             if self._rule is None:
-                self._updates.append(home.sum_lists(given, [each.some(its) for each in outs], some, kind, dtype))
+                self._updates.append(home.sum_lists(given, [each.some(numbers) for each in outs], some, kind, dtype))
             else:
-                steps = _PlannedSteps(self._rule, [stored[at] for at in its], given, self._sums_first)
-                self._steps.append(steps)
-                self._updates.append(steps.make)
+                items = self._rule_steps(of, its)
+                counters = [(shard,) for shard in of.shards[its].tolist()]
+                steps = GpuSteps(self._rule, items, counters, given, is_work=self._sums_first)
+                self._steps.append((of.values, steps))
+                self._updates.append(partial(_make, of.values, steps))
+
+    def _rule_steps(self, of: _Together, its: slice) -> list[WeightStep]:
+        """Return the rule's steps of some of the keys, without parts."""
+        values = of.values
+        return [
+            WeightStep(array, [], cast("dict[str, Any]", values.state_of(shard)), values.knobs_of(shard))
+            for array, shard in zip(of.arrays[its], of.shards[its].tolist(), strict=True)
+        ]
 
     def _multiply(self, home: GpuDevice, sums: GpuArray) -> None:
         home.scale(sums, self._scale)
@@ -483,9 +488,9 @@ class PlannedUpdate:
         return made
 
     def is_valid(self) -> bool:
-        """Tell whether values and states are those of the plan, and what updates them is."""
-        is_same = self._weights.calls is self._layout and self._weights.rule is self._rule
-        return is_same and all(map(_PlannedSteps.is_valid, self._steps))
+        """Tell whether what updates the values is that of the plan. There is none once they have moved."""
+        are_in_step = (steps.are_in_step(values.steps) for values, steps in self._steps)
+        return self._weights.rule is self._rule and all(are_in_step)
 
     def run(self, scale: float) -> None:
         """Launch all of it."""
@@ -494,17 +499,8 @@ class PlannedUpdate:
             work()
 
 
-def _groups(sizes: Sequence[int], most: int) -> list[range]:
-    """Return groups of neighbours of at most so many elements together."""
-    first, total = [0], 0
-    for at, size in enumerate(sizes):
-        if size > most:
-            raise _NoPlan
-        total += size
-        if total > most:
-            first.append(at)
-            total = size
-    return list(map(range, first, [*first[1:], len(sizes)]))
+def _make(values: Values, steps: GpuSteps) -> None:
+    steps.make(values.steps)
 
 
 def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
@@ -513,48 +509,30 @@ def _device_of(column: PlacedColumn, numbers: list[int]) -> GpuDevice:
     return devices.pop()
 
 
-class _PlannedSteps:
-    """The rule's steps of values on one GPU, by columns of parts."""
-
-    def __init__(self, rule: rules.Rule, stored: list[Stored], given: list[TensorColumn], is_work: bool) -> None:
-        self._values, self._shards = stored[0].values, np.array([each.shard for each in stored])
-        self._states: list[Any] = [self._values.state_of(each.shard) for each in stored]
-        self._updates = self._values.steps[self._shards]
-        """Of each value, before the next step."""
-        knobs = map(self._values.knobs_of, self._shards.tolist())
-        items = [WeightStep(one.array, [], *its) for one, *its in zip(stored, self._states, knobs, strict=True)]
-        self._steps = GpuSteps(rule, items, given, is_work=is_work)
-
-    def is_valid(self) -> bool:
-        """Tell whether all values have had equally many updates since the last step."""
-        steps = self._values.steps[self._shards]
-        if (steps == self._updates).all():
-            return True
-        ahead = steps - self._updates  # by other calls of the same keys
-        if (ahead != ahead[0]).any():
-            return False
-        self._steps.skip(int(ahead[0]))
-        self._updates = steps
-        return True
-
-    def make(self) -> None:
-        """Make a step of each."""
-        try:
-            self._steps.make()
-            self._updates += 1
-        except BaseException:  # some may have been made
-            self._steps.count()
-            self._updates[:] = [state["updates"] for state in self._states]
-            raise
-        finally:
-            self._values.steps[self._shards] = self._updates
+def _drop(old: Stored) -> None:
+    """Forget a value and its state; others may have its place."""
+    shards = np.array([old.shard])
+    old.values.forget(shards)
+    old.values.store.forget(shards)
 
 
-def _joins(sizes: Array) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Return which of some sums are copied together, first and last of each such run, and the runs' elements."""
-    is_long, chunk = sizes >= JOINED_ELEMENTS, (np.cumsum(sizes) - sizes) // CHUNK
-    first = [0, *(np.flatnonzero(is_long[1:] | is_long[:-1] | (chunk[1:] != chunk[:-1])) + 1).tolist()]
-    return list(zip(first, [*first[1:], len(sizes)], strict=True)), tuple(np.add.reduceat(sizes, first).tolist())
+def _contribution(record: KeyRecord, value: Value, scale: float) -> Contribution:
+    """Return the sum of a key that goes by itself, times a number, as a server has it."""
+    given = scaled(widen(value.values if isinstance(value, RowSparse) else on_host(value)), scale)
+    if isinstance(value, RowSparse) and record.row_size:
+        return Rows(value.rows, given.reshape(len(given), record.row_size))
+    return Dense(given.reshape(-1), False)
+
+
+def _groups(sizes: Sequence[int], most: int, alone: int | None = None) -> list[slice]:
+    """Return groups of neighbours of at most so many elements together; a larger one is alone, or one of `alone`."""
+    first, total = [0], 0
+    for at, size in enumerate(sizes):
+        if at and total + size > most:
+            first.append(at)
+            total = 0
+        total += most if alone is not None and size >= alone else size
+    return list(map(slice, first, [*first[1:], len(sizes)]))
 
 
 def _joined(sums: Sequence[Array], scale: float) -> Array:
@@ -566,17 +544,12 @@ def _joined(sums: Sequence[Array], scale: float) -> Array:
     return flat if scale == 1 else scaled(widen(flat), scale)
 
 
-def _on_gpu(gpu: GpuDevice, sums: Sequence[GpuArray], scale: float) -> Iterator[tuple[int, int, Sequence[GpuArray]]]:
-    """Yield runs of sums that are on GPUs, the first and last of each among all: on this one, and times a number."""
-    if scale == 1 and all(getattr(each, "device", None) is gpu for each in sums):
-        yield 0, len(sums), sums
-        return
-    copied = [total // COPIED_BYTES for total in itertools.accumulate(each.nbytes for each in sums)]
-    for (_, dtype), its in itertools.groupby(range(len(sums)), lambda at: (copied[at], sums[at].dtype)):
-        numbers = list(its)
-        some = sums[numbers[0] : numbers[-1] + 1]
-        bucket = gpu.empty((sum(each.size for each in some),), work_dtype(dtype))
-        gpu.gather([[each] for each in some], bucket)
-        if scale != 1:
-            gpu.scale(bucket, scale)
-        yield numbers[0], numbers[-1] + 1, [bucket]
+def _bucket_of(gpu: GpuDevice, sums: Sequence[DeviceArray], dtype: DType, scale: float) -> GpuArray:
+    """Return a flat copy of sums on a GPU, end to end and in the work dtype; times a number."""
+    ends = list(itertools.accumulate((each.size for each in sums), initial=0))
+    bucket = gpu.empty((ends[-1],), work_dtype(dtype))
+    places = itertools.starmap(slice, itertools.pairwise(ends))
+    gpu.sums([([each.reshape(-1)], bucket[place]) for each, place in zip(sums, places, strict=True)])
+    if scale != 1:
+        gpu.scale(bucket, scale)
+    return bucket

@@ -26,8 +26,8 @@ def test_a_spec_is_complete_and_the_same_after_its_way_through_json() -> None:
 def test_specs_that_say_the_same_are_equal() -> None:
     one = RuleSpec.of("sgd", {}, [("b", 2), ("a", 3)])
     assert one == RuleSpec.of("sgd", {"learning_rate": 0.01}, {"a": 3.0, "b": 2.0, "c": 1.0})
-    assert rules.same(one, rules.RuleSpec.of("sgd", {}))
-    assert rules.same(rules.rule_of(one), one)
+    assert rules.agreed(one, rules.RuleSpec.of("sgd", {}), False) is one
+    assert rules.rule_of(one).params == one.params
     assert rules.difference(one, rules.RuleSpec.of("sgd", {"lr": 1})) == "sgd with learning_rate=0.01, not 1.0"
 
 

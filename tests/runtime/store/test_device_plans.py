@@ -134,7 +134,7 @@ class Pair:
     @property
     def plans(self) -> int:
         backend: Any = self.stores[0]._backend
-        return len(backend._plans._plans)
+        return len(backend._weights.plans._plans)
 
 
 def calls_of(machine: Machine, work: Callable[[], object]) -> int:
@@ -257,9 +257,9 @@ def test_scaled_sums_go_by_one_bucket_of_bounded_size(torch: Torch, monkeypatch:
 
 
 def test_updates_in_parts_leave_no_more_with_each_turn(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "COPIED_BYTES", 600)
     pair = Pair(torch, rule="sgd")
     pair.push(1)
-    monkeypatch.setattr(weights, "COPIED_BYTES", 600)
     there, counts = pair.kept[0].values, set()
     for turn in range(6):
         arrays = [some for [some] in pair.numbers(1)]
@@ -541,6 +541,22 @@ def test_a_rule_for_host_memory_leaves_no_plan_that_keeps_memory_of_the_gpu(torc
     assert on_gpu() is None
 
 
+def test_values_that_go_to_a_gpu_and_back_have_their_old_places_in_host_memory(torch: Torch) -> None:
+    pair = Pair(torch)
+    backend: Any = pair.stores[0]._backend
+    for each in pair.stores:
+        each.init("rows", kvstore.RowSparse(np.ones((1, 2), np.float32), [0], (4, 2)))  # it stays in host memory
+    extents = []
+    for _ in range(3):
+        for rule in ("sgd", "lamb"):
+            for each in pair.stores:
+                each.set_optimizer(rule, learning_rate=0.1, replace=True)
+            pair.push(1)
+            pair.pull()
+        extents.append(backend._weights.kept["rows"].values.extent())
+    assert extents[0] == extents[1] == extents[2]
+
+
 def test_states_that_are_loaded_leave_no_plan(torch: Torch, tmp_path: Path) -> None:
     pair = Pair(torch, rule="sgd")
     for _ in range(3):
@@ -548,7 +564,7 @@ def test_states_that_are_loaded_leave_no_plan(torch: Torch, tmp_path: Path) -> N
     pair.stores[0].save_states(tmp_path)
     pair.stores[0].load_states(tmp_path)
     backend: Any = pair.stores[0]._backend
-    assert backend._plans is None
+    assert backend._weights.plans is None
 
 
 def test_a_function_that_cannot_be_put_in_place_of_a_rule_leaves_the_rule(

@@ -129,12 +129,12 @@ def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
 
 
 def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
-    pair.push("gpu:0", "gpu:0")
     launched = []
     for copied_bytes, scale in ((1 << 20, 1.0), (1, 0.5)):
         monkeypatch.setattr(weights, "COPIED_BYTES", copied_bytes)
+        pair = Pair(machine)
+        pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
+        pair.push("gpu:0", "gpu:0")
         before = machine.standin.calls["launch"]
         pair.push("gpu:0", "gpu:0", scale=scale)
         launched.append(machine.standin.calls["launch"] - before)

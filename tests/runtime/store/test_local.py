@@ -279,9 +279,9 @@ def test_an_equal_optimizer_keeps_state_and_a_different_one_needs_replace() -> N
     kv.set_optimizer("SGD", lr=0.5, momentum=0.5)
     kv.push(3, np.zeros(SHAPE))
     assert np.array_equal(pulled(kv, 3), np.full(SHAPE, -1.5))
-    with pytest.raises(KVError, match=r"already has sgd with learning_rate=0.5, not 0.25; .* replace=True"):
+    with pytest.raises(KVError, match=r"has the rule sgd with learning_rate=0.5, not 0.25; .* replace=True"):
         kv.set_optimizer("sgd", lr=0.25, momentum=0.5)
-    with pytest.raises(KVError, match="already has sgd, not adam"):
+    with pytest.raises(KVError, match="has the rule sgd, not adam"):
         kv.set_optimizer("adam")
     kv.set_optimizer("sgd", lr=0.25, momentum=0.5, replace=True)
     kv.push(3, np.zeros(SHAPE))  # the velocity of -0.5 goes on: -0.25
@@ -294,7 +294,7 @@ def test_an_equal_optimizer_keeps_state_and_a_different_one_needs_replace() -> N
 def test_an_optimizer_after_an_updater_needs_replace_and_an_updater_takes_over() -> None:
     kv = filled(3, INT_KEYS)
     kv.set_updater(lambda key, received, stored: stored.fill(8))
-    with pytest.raises(KVError, match="already has an updater"):
+    with pytest.raises(KVError, match="has the rule updater, not"):
         kv.set_optimizer("sgd")
     kv.set_optimizer("test", replace=True)
     kv.push(3, np.ones(SHAPE))

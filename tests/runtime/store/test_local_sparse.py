@@ -133,3 +133,11 @@ def test_many_row_numbers_in_one_pull_are_taken(kv: KVStore) -> None:
     out = np.empty(count, np.float32)
     kv.row_sparse_pull("a", out=out, row_ids=np.arange(count)[::-1])
     assert np.array_equal(out, np.arange(count)[::-1])
+
+
+def test_rows_that_a_pushpull_returns_are_bytes_that_went_out() -> None:
+    with kvstore.create("local") as kv:
+        kv.init("w", RowSparse(np.ones((1, 2), np.float32), [0], (4, 2)))
+        rows = RowSparse(np.ones((2, 2), np.float32), [1, 3], (4, 2))
+        kv.pushpull("w", rows, out=rows)
+        assert kv.stats()[0]["bytes_out"] == 2 * 2 * 4

@@ -23,7 +23,7 @@ from distrun_runtime.ops.optimizers.catalog import (
     UPDATER,
     RuleSpec,
     UpdaterRule,
-    advice,
+    agreed,
     carry_state,
     change_of,
     decays_by_name,
@@ -32,7 +32,6 @@ from distrun_runtime.ops.optimizers.catalog import (
     make,
     renew_master,
     rule_of,
-    same,
 )
 from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
 from distrun_runtime.ops.params import Param
@@ -59,7 +58,7 @@ __all__ = [
     "RuleSpec",
     "State",
     "UpdaterRule",
-    "advice",
+    "agreed",
     "carry_state",
     "change_of",
     "check_keys",
@@ -70,5 +69,4 @@ __all__ = [
     "make",
     "renew_master",
     "rule_of",
-    "same",
 ]

@@ -298,9 +298,26 @@ def decays_by_name(rule: str, names: object) -> dict[Key, float]:
     return {each: 0.0 for key, name in pairs if not name.endswith(ends) for each in (key, name)}
 
 
-def same(one: Rule | RuleSpec, other: Rule | RuleSpec) -> bool:
-    """Tell whether two rules or specs are equal: same name, same parameters. Multipliers are not compared."""
-    return one.name == other.name and one.params == other.params
+def agreed(present: RuleSpec | None, wanted: RuleSpec, replace: bool | None, who: str = "") -> RuleSpec:
+    """Return the rule of a store for which one is wanted: the present one if they are equal but for multipliers.
+
+    Arguments:
+        replace: as `KVStore.set_optimizer` was given it.
+        who: who has set the present one and who wants the other, for the message.
+
+    Raises:
+        KVError: the store has another rule, which is to stay.
+    """
+    if present is None:
+        return wanted
+    if present.name == wanted.name and present.params == wanted.params:
+        return present
+    if not replace:
+        fix = f"set_optimizer({wanted.name!r}, ..., replace=True) puts another in its place"
+        if replace is None:
+            fix = "fix: give the trainer the store's rule, or another store"
+        raise KVError(f"the store has the rule {difference(present, wanted)}{who}; {fix}")
+    return wanted
 
 
 def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
@@ -311,17 +328,6 @@ def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
     changed = [name for name in names if old.params.get(name) != new.params.get(name)]
     pairs = (f"{name}={old.params.get(name)}, not {new.params.get(name)}" for name in changed)
     return f"{old.name} with {', '.join(pairs)}"
-
-
-def advice(wanted: Rule | RuleSpec, replace: bool | None) -> str:
-    """Return what to do about a store that has another rule than the one that is `wanted`.
-
-    Arguments:
-        replace: as `KVStore.set_optimizer` was given it.
-    """
-    if replace is None:
-        return "fix: give the trainer the store's rule, or another store"
-    return f"set_optimizer({wanted.name!r}, ..., replace=True) puts another in its place"
 
 
 def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
