@@ -251,7 +251,7 @@ class StoreLink:
     def _meet(self, what: str, message: Message, begun: Callable[[NodeRequest], None]) -> None:
         """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
         head, body = encode(message, self.node.sender)
-        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, [bytearray(head), body])])
+        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, [bytearray(head), body], is_small=True)])
 
         def follow(request: NodeRequest) -> None:
             self._begun(request)
