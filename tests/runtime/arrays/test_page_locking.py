@@ -219,6 +219,7 @@ def test_after_an_error_page_locked_memory_is_not_used_any_more(is_out: bool) ->
 def test_a_forked_child_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(blocks=BLOCKS)
     machine.gpus.get(0)
+    gc.collect()  # What other tests have left is not freed by this child.
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr(shared_memory, "own_pid", lambda: 1)
     array_of(Pool())
