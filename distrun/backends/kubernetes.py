@@ -324,8 +324,8 @@ class Kubernetes(Engine):
 
     def is_gone(self, handle: Handle) -> bool:
         """Return whether the job has no Jobs and no JobSet any more. Those that have ended are there for KEPT_S."""
-        has_jobs, names = bool(self._objects(handle).jobs), (JOBSETS, _selected(handle.id), "--output=name")
-        return not has_jobs and (handle.more["kind"] == JOBS or not self._ask(handle, "get", *names))
+        names = (JOBSETS, _selected(handle.id), "--output=name")
+        return not self._objects(handle).jobs and (handle.more["kind"] == JOBS or not self._ask(handle, "get", *names))
 
     def cancel(self, handle: Handle) -> None:
         """Delete the Jobs, and with them pods and Secret. Pods of lost nodes are removed: agents end by themselves."""

@@ -204,8 +204,8 @@ class _DirectStream:
         self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
         """Whole messages that were not taken (take one by removing it); bytes of an incomplete one, and those behind
         them that were not looked at; else an incomplete long one."""
-        self._is_tcp, self._least = connection.family != socket.AF_UNIX, 1
-        """How much has to have come before the kernel tells."""
+        self._least = 1
+        """How much has to have come over TCP before the kernel tells."""
         self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
 
     def send(self, frames: Sequence[Buffer]) -> Lease:
@@ -243,7 +243,7 @@ class _DirectStream:
         self._read()
         long = self.received[3]
         least = 1 if long is None else min(len(long.target) - sum(long.counts), TOLD_BYTES)
-        if self._is_tcp and least != self._least:
+        if least != self._least and self.connection.family != socket.AF_UNIX:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
 
