@@ -44,7 +44,7 @@ from distrun_runtime.protocol.message import ENTRY, Kind, Message, Payload
 from distrun_runtime.ps import role
 from distrun_runtime.ps.device_choice import Placement
 from distrun_runtime.ps.engine import WorkEngine
-from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES
+from distrun_runtime.ps.routing import DEVICE_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store
 
 MODEL = shapes.resnet50()
@@ -321,7 +321,7 @@ class Round:
         self._store = Store(1, workers=2)
         sizes = [math.prod(shape) for shape in MODEL]
         ends = list(itertools.accumulate(4 * size for size in sizes))
-        self.count = sum(end <= SHARED_MESSAGE_BYTES for end in ends)
+        self.count = sum(end <= DEVICE_MESSAGE_BYTES for end in ends)
         sizes = sizes[: self.count]
         self.shards = self._store.add([Shard(0, 0, size, key, 0) for key, size in enumerate(sizes)])
         self._entries = np.zeros(self.count, ENTRY)

@@ -32,7 +32,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import ContractError, KVError
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Rule
-from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES
+from distrun_runtime.ps.routing import DEVICE_MESSAGE_BYTES, SHARED_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.values import Values
 
@@ -88,6 +88,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
     from distrun_runtime.arrays.gpu_memory import rounded  # with the layer over CUDA
 
     store, total = values.store, 0
+    message_bytes = DEVICE_MESSAGE_BYTES if store.on_devices else SHARED_MESSAGE_BYTES
     for code, arena in values.arenas.items():
         shards = np.flatnonzero(store.dtype[: store.count] == code)
         lengths, work = store.length[shards], work_dtype(arena.dtype).itemsize
@@ -97,9 +98,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
         total += sum(rounded(count * size) for size in sizes for count in arena.sizes)
         kept = len(store.members.ranks) if store.is_deterministic else 1
         total += ROUNDS * kept * sum(rounded(length * work) for length in lengths.tolist())
-        brought = min(
-            int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)
-        )
+        brought = min(int(lengths.sum()), max(int(lengths.max(initial=0)), message_bytes // arena.dtype.itemsize))
         total += 2 * rounded(brought * work)
         if (values.has_residuals or values.residual) and is_float(arena.dtype):
             total += sum(rounded(length * 4) for length in lengths.tolist())

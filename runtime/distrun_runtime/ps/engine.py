@@ -53,8 +53,8 @@ MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
 PLAIN = 4
 """Times so much where values are only added: what a message has takes less than to decide anew and to hand it over."""
-SHARED = 32
-"""Times so much, which no message has, where it comes in shared memory: nothing has to be received meanwhile."""
+SHARED = 64
+"""Times so much, all that a message has, where it comes in shared memory: nothing has to be received meanwhile."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """With more than this in the queue nothing more is received until the engine has caught up."""
 CLOSE_S = 2.0

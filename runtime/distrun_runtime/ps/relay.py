@@ -34,7 +34,7 @@ from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.rounds import by_round, words_of
-from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES, message_ends
+from distrun_runtime.ps.routing import MESSAGE_BYTES, message_ends
 from distrun_runtime.ps.shards import Failure, Store, relayed
 
 PART_S = 1.0
@@ -350,7 +350,7 @@ class Relay:
             some = shards[which.reshape(-1) == kind]
             sizes = of.store.length[some] * DTYPE_SIZES[of.store.dtype[some]]
             begin = 0
-            for end in message_ends(np.zeros((len(some), 1)), sizes, np.full(len(some), SHARED_MESSAGE_BYTES)):
+            for end in message_ends(np.zeros((len(some), 1)), sizes, np.full(len(some), MESSAGE_BYTES)):
                 yield owner, tuple(ranks[np.array(its, np.bool_)].tolist()), some[begin:end]
                 begin = end
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.cores import SHARED, copy_all, give_way
+from distrun_runtime.arrays.cores import copy_all, give_way
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, readable
@@ -41,8 +41,10 @@ SHARD_BYTES = 1024 * 1024
 """The most that one shard has, unless one row is longer."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Shards for one server share a message up to so many bytes."""
-SHARED_MESSAGE_BYTES = 16 * 1024 * 1024
+SHARED_MESSAGE_BYTES = 64 * 1024 * 1024
 """The same where all servers read this process's memory: only the message itself travels then."""
+DEVICE_MESSAGE_BYTES = 16 * 1024 * 1024
+"""The same for stores on GPUs: these copy one message while they add another."""
 MESSAGE_ENTRIES = 32768
 """And up to so many shards."""
 WINDOW_BYTES = 8 * 1024 * 1024
@@ -68,7 +70,7 @@ BUCKET_ENTRIES = 8
 """A message of fewer entries names them each time."""
 
 
-def message_limit(size_bytes: int, *, is_shared: bool, is_on_one_host: bool) -> int:
+def message_limit(size_bytes: int, *, is_shared: bool, is_on_one_host: bool, on_devices: bool) -> int:
     """Return the most that a message of a call over so many bytes carries.
 
     All workers of the job send the same messages of a small call, as a server then knows them all (`ps.steady`). Over a
@@ -77,10 +79,12 @@ def message_limit(size_bytes: int, *, is_shared: bool, is_on_one_host: bool) -> 
     Arguments:
         is_shared: all servers read this process's memory.
         is_on_one_host: all nodes of the job are on this host.
+        on_devices: the store is of a kind `dist_device_*`.
     """
     if size_bytes <= MESSAGE_BYTES and not is_on_one_host:
         return SHARD_BYTES
-    return SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
+    shared_bytes = DEVICE_MESSAGE_BYTES if on_devices else SHARED_MESSAGE_BYTES
+    return shared_bytes if is_shared else MESSAGE_BYTES
 
 
 def cut(size: int, itemsize: int, row_size: int = 0) -> list[tuple[int, int]]:
@@ -315,25 +319,23 @@ class Portion:
             else:
                 yield values[part.item].reshape(-1)[part.begin : part.end]
 
-    def pieces(self, payloads: Sequence[Buffer]) -> Iterator[tuple[int, int, Array]]:
-        """Yield for each shard the place of its key in the call, its offset, and its elements in an answer."""
-        given = _Elements(payloads, self.dtype)
-        columns = (self.entries[name].tolist() for name in ("offset", "length"))
-        for item, offset, length in zip(self.items.tolist(), *columns, strict=True):
-            yield item, offset, given.take(length)
-
-    def runs(self, payloads: Sequence[Buffer]) -> Iterator[tuple[Sequence[int], int, DeviceArray]]:
+    def runs(
+        self, payloads: Sequence[Buffer], *, is_there: bool = False
+    ) -> Iterator[tuple[Sequence[int], int, DeviceArray]]:
         """Yield the elements in an answer where they are, in as few runs as there can be.
 
         Each with the places of the keys whose whole values it has, end to end, and 0; or with the place of one key, and
         the offset in its value.
+
+        Arguments:
+            is_there: those on a GPU are arrays there; else they are copied to the host.
         """
-        given = _Elements(payloads, self.dtype, is_there=True)
+        given = _Elements(payloads, self.dtype, is_there=is_there)
         for part in self.parts:
             if isinstance(part, _Small):
                 yield part.items, 0, given.take(part.size)
             else:
-                yield [part.item], part.begin, given.take(part.size)
+                yield from (([part.item], at, run) for at, run in given.runs_of(part))
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
@@ -350,10 +352,11 @@ class Portion:
         given = _Elements(payloads, self.dtype)
         large: list[tuple[Array, Array]] = []
         for part in self.parts:
-            flat = given.take(part.size)
             if isinstance(part, _Slice):
-                large.append((flat, outs[part.item].reshape(-1)[part.begin : part.end]))
+                out = outs[part.item].reshape(-1)
+                large += [(run, out[at : at + len(run)]) for at, run in given.runs_of(part)]
                 continue
+            flat = given.take(part.size)
             for first, last, begin, shape in part.alike:
                 count = last - first
                 size = math.prod(shape)
@@ -364,16 +367,7 @@ class Portion:
                 else:
                     for item, values in zip(part.items[first:last], block, strict=True):
                         outs[item][...] = values
-        _copy_large(large, self.size * self.dtype.itemsize)
-
-
-def _copy_large(pairs: Sequence[tuple[Array, Array]], nbytes: int) -> None:
-    """Copy arrays to others: those of a portion of so many bytes, which threads share if it is large."""
-    if nbytes >= SHARED.bound:
-        copy_all(pairs)
-        return
-    for source, target in pairs:
-        copy(source, target)
+        copy_all(large)
 
 
 def run_of(places: Array) -> slice | Array:
@@ -393,7 +387,7 @@ def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], targe
         else:
             large.append((values[part.item].reshape(-1)[part.begin : part.end], there))
         at += part.size
-    _copy_large(large, target.nbytes)
+    copy_all(large)
     return at
 
 
@@ -425,23 +419,28 @@ class _Elements:
 
     def take(self, size: int) -> Any:
         """Return the next elements; a view if they are in one frame."""
-        if size and not len(self._left):
-            self._left = self._of(next(self._payloads))
-        if size <= len(self._left):
-            only, self._left = self._left[:size], self._left[size:]
-            return only
-        found: list[Any] = []
-        while size:
-            while not len(self._left):
-                self._left = self._of(next(self._payloads))
-            found.append(self._left[:size])
-            self._left = self._left[size:]
-            size -= len(found[-1])
+        found = list(self._runs(size)) or [self._left[:0]]
         if len(found) == 1 or isinstance(found[0], np.ndarray):
             return found[0] if len(found) == 1 else np.concatenate(found)
         whole = found[0].device.empty((sum(map(len, found)),), self._dtype)
         found[0].device.gather([[each] for each in found], whole)
         return whole
+
+    def runs_of(self, part: _Slice) -> Iterator[tuple[int, Any]]:
+        """Yield the elements of a slice as they are in the frames: runs of them, each with its offset in the value."""
+        at = part.begin
+        for run in self._runs(part.size):
+            yield at, run
+            at += len(run)
+
+    def _runs(self, size: int) -> Iterator[Any]:
+        while size:
+            if not len(self._left):
+                self._left = self._of(next(self._payloads))
+                continue
+            run, self._left = self._left[:size], self._left[size:]
+            size -= len(run)
+            yield run
 
     def _of(self, payload: Buffer) -> Any:
         if IN_USE:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -731,8 +731,9 @@ class Transfers:
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
         node = self._link.node
-        is_shared = all(map(node.staging, node.value_servers))
-        size = message_limit(keys.size_bytes, is_shared=is_shared, is_on_one_host=node.worker.is_on_one_host)
+        is_shared, is_here = all(map(node.staging, node.value_servers)), node.worker.is_on_one_host
+        on_devices = "on_devices" in self._link.told
+        size = message_limit(keys.size_bytes, is_shared=is_shared, is_on_one_host=is_here, on_devices=on_devices)
         version = self._compressor.version, size
         if found is None or found.version != version:
             settings = [self._compressor.of(record) for record in keys.records]
@@ -843,7 +844,7 @@ def _fill_devices(
             _decode(portion, reply, [arrays[0] if arrays else _NOTHING for arrays in targets])
             continue
         _check_answer(portion, reply)
-        for items, offset, elements in portion.runs(reply.payloads):
+        for items, offset, elements in portion.runs(reply.payloads, is_there=True):
             found: dict[GpuDevice, list[tuple[int, GpuArray, Array]]] = {}
             at = 0
             for item in items:
@@ -890,8 +891,10 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
     parts: list[list[tuple[int, Array]]] = [[] for _ in records]
     for portion, reply in zip(route.portions, replies, strict=True):
         _check_answer(portion, reply)
-        for item, offset, elements in portion.pieces(reply.payloads):
-            parts[item].append((offset, elements))
+        for items, offset, elements in portion.runs(reply.payloads):
+            ends = list(accumulate(records[item].size for item in items)) if len(items) > 1 else [len(elements)]
+            for item, begin, end in zip(items, (0, *ends), ends, strict=False):
+                parts[item].append((offset, elements[begin:end]))
     found = []
     for record, its in zip(records, parts, strict=True):
         pieces = [elements for _, elements in sorted(its, key=itemgetter(0))]

@@ -170,7 +170,7 @@ def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker is two rounds ahead of the last one; another has contributed to every second shard."""
-    monkeypatch.setattr(device_choice, "SHARED_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(device_choice, "DEVICE_MESSAGE_BYTES", 1 << 16)
     gpu, values, length = machine.gpus.get(0), values_of(*[1 << 14] * 40), 1 << 14
     values.move(gpu)
     for shard in range(40):

@@ -30,6 +30,7 @@ from distrun_runtime.ps.routing import (
     Portion,
     Route,
     cut,
+    message_limit,
     mxnet_shards,
     place,
     portions_of,
@@ -260,9 +261,24 @@ def test_an_answer_may_come_in_other_frames_than_were_gathered(keys: list[Any], 
         whole = b"".join(bytes(frame) for frame in portion.gather(values, True))
         item = portion.dtype.itemsize
         edges = sorted({0, len(whole), *(at - at % item for at in cuts if at < len(whole))})
-        portion.scatter([whole[one:other] for one, other in itertools.pairwise(edges)], outs)
+        frames = [whole[one:other] for one, other in itertools.pairwise(edges)]
+        portion.scatter(frames, outs)
+        runs = list(portion.runs(frames))
+        assert b"".join(run.tobytes() for _, _, run in runs) == whole
+        for keys_of_run, offset, run in runs:
+            expected = np.concatenate([values[key].reshape(-1) for key in keys_of_run])
+            assert run.tobytes() == expected[offset : offset + len(run)].tobytes()
     for value, out in zip(values, outs, strict=True):
         assert out.tobytes() == value.tobytes()
+
+
+def test_a_large_value_is_not_copied_together_where_an_answer_has_it_in_several_frames() -> None:
+    shape = (300_000,)
+    [portion] = Route.of(shards_of([shape], [DTYPES[0]], 1), [shape]).portions
+    frames = [np.full(100_000, number, DTYPES[0]) for number in range(3)]
+    found = list(portion.runs([frame.data for frame in frames]))
+    assert [offset for _, offset, _ in found] == [0, 100_000, 200_000]
+    assert all(np.shares_memory(run, frame) for (_, _, run), frame in zip(found, frames, strict=True))
 
 
 @given(keys=KEYS, servers=st.integers(1, 4), seed=st.integers(0, 100))
@@ -405,6 +421,16 @@ def test_messages_are_filled_to_the_last_byte() -> None:
     shapes: list[tuple[int, ...]] = [(128,)] * 6
     route = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 6, 1), shapes, message_bytes=1024)
     assert [len(portion.entries) for portion in route.portions] == [2, 2, 2]
+
+
+def test_of_stores_in_shared_memory_those_on_gpus_have_the_smaller_messages() -> None:
+    size = 1 << 30
+    limits = [
+        message_limit(size, is_shared=is_shared, is_on_one_host=True, on_devices=on_devices)
+        for is_shared, on_devices in ((False, True), (True, True), (True, False))
+    ]
+    assert limits == sorted(limits)
+    assert len(set(limits)) == 3
 
 
 # Buckets
