@@ -55,9 +55,9 @@ def test_every_import_rule_is_kept() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_bare_rooms_never_import_numpy_or_zmq() -> None:
+def test_bare_packages_never_import_numpy_or_zmq() -> None:
     """import-linter does not see what the package's `__init__` would load on the way."""
-    names = [name for room in BARE for name in modules(CLUSTER / room)]
+    names = [name for package in BARE for name in modules(CLUSTER / package)]
     loaded = python(
         "import importlib, sys\nfor name in %r: importlib.import_module(name)\nprint(*sorted(sys.modules))" % names
     )
@@ -103,7 +103,7 @@ def test_nor_does_a_module_that_needs_torch() -> None:
     assert python(NOTHING_HAPPENS % modules(CLUSTER / "torch"), python_of("torch"), str(CLUSTER.parent)) == ""
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for() -> None:
     for path in [*CLUSTER.rglob("*.py"), *(ROOT / "distrun").rglob("*.py")]:
         assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), path
 
