@@ -72,6 +72,20 @@ class TaskPipe:
         self.task = task
         self.descriptor: Optional[int] = descriptor
         """None once it is closed."""
+        self._selector: Optional[selectors.BaseSelector] = None
+        """What waits for it."""
+
+    def watch(self, selector: selectors.BaseSelector, call: Callable[[], None]) -> None:
+        """Have a selector call when there is something to read, until `unwatch` or the end. May be repeated."""
+        if self.descriptor is not None and self._selector is None:
+            self._selector = selector
+            selector.register(self.descriptor, selectors.EVENT_READ, call)
+
+    def unwatch(self) -> None:
+        """Have nothing called any more."""
+        if self.descriptor is not None and self._selector is not None:
+            self._selector.unregister(self.descriptor)
+            self._selector = None
 
     def take(self) -> Optional[bytes]:
         """Read once; return None if nothing is there, nothing at the end. Closes it then."""
@@ -89,6 +103,7 @@ class TaskPipe:
 
     def close(self) -> None:
         """Close the pipe."""
+        self.unwatch()  # the next pipe may be given the same number
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -306,9 +321,7 @@ class TaskRunner:
         self.tasks[task.name] = running
         for outlet in running.outlets:
             self._watch(running, outlet)
-        self._selector.register(
-            running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
-        )
+        running.publisher.watch(self._selector, lambda: self._on_publish(running))
         leader, started = running.leader, running.started
         self._say(Started, task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
         return True
@@ -404,29 +417,20 @@ class TaskRunner:
 
     def drain(self) -> None:
         """Read what is left in the pipes, for the last time."""
-        for outlet in self._outlets():
-            descriptor = outlet.descriptor
-            outlet.drain()
-            outlet.close()
-            self._unwatch_if_closed(descriptor, None)
-        for running in self.tasks.values():
-            descriptor = running.publisher.descriptor
-            running.publisher.close()
-            self._unwatch_if_closed(descriptor, None)
-
-    def close(self) -> None:
-        """Close the pipes and remove the spools."""
         for running in self.tasks.values():
             running.publisher.close()
             for outlet in running.outlets:
+                outlet.drain()
                 outlet.close()
-                outlet.spool.close()
+
+    def close(self) -> None:
+        """Remove the spools, after `drain`."""
+        for outlet in self._outlets():
+            outlet.spool.close()
 
     def _on_end(self, running: RunningTask, now: float, facts: ExitFacts) -> None:
         for outlet in sorted(running.outlets, key=lambda outlet: not outlet.is_mid_line):
-            descriptor = outlet.descriptor
             outlet.drain()
-            self._unwatch_if_closed(descriptor, outlet.descriptor)
             self._pump(outlet)
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
@@ -443,41 +447,29 @@ class TaskRunner:
 
     def _forward(self, outlet: Outlet) -> None:
         """Read once from a task's pipe and send it on."""
-        descriptor = outlet.descriptor
         outlet.read()
-        self._unwatch_if_closed(descriptor, outlet.descriptor)
         if self.discards_output:
             outlet.discard()
         if outlet.spool.failure and not self._has_warned_of_disk:
             self._has_warned_of_disk = True
             text = "output cannot be kept on this host's disk; tasks wait while you do not take it: "
             self._channel.say(Warned, text=text + outlet.spool.failure)
-        if outlet.spool.is_full and outlet.descriptor is not None:
-            self._selector.unregister(outlet.descriptor)
+        if outlet.spool.is_full:
+            outlet.unwatch()
         self._pump(outlet)
 
     def _on_publish(self, running: RunningTask) -> None:
-        descriptor = running.publisher.descriptor
         objects, wrong = running.publisher.read()
         for values in objects:
             stopped = running.was_signalled
             self._channel.say(Published, task=running.task.name, values=values, time=time.time(), stopped=stopped)
         for text in wrong:
             self._channel.say(Warned, text=text)
-        self._unwatch_if_closed(descriptor, running.publisher.descriptor)
 
     def _watch(self, running: RunningTask, outlet: Outlet) -> None:
         """Read from a task's pipe, for the first time or again."""
-        readable = outlet.descriptor is not None and not outlet.spool.is_full
-        if readable and outlet.descriptor not in self._selector.get_map():
-            self._selector.register(
-                outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet)
-            )
-
-    def _unwatch_if_closed(self, before: Optional[int], after: Optional[int]) -> None:
-        # At once: the next pipe may be given the same number.
-        if before is not None and after is None and before in self._selector.get_map():
-            self._selector.unregister(before)
+        if not outlet.spool.is_full:
+            outlet.watch(self._selector, lambda: self._on_output(running, outlet))
 
     def _pump(self, outlet: Outlet, **window: int) -> None:
         def send(offset: int, data: bytes) -> None:

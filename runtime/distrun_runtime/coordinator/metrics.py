@@ -15,6 +15,7 @@ from array import array
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import metrics as contract
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Plan
 
 MEMORY = 64 * 1024 * 1024
@@ -191,64 +192,41 @@ class HostNumbers:
         return found
 
 
+@dataclass
 class TaskNumbers:
     """The last numbers of a task."""
 
-    __slots__ = (
-        "_cpu_s",
-        "calls",
-        "clock",
-        "cpu",
-        "disk_clock",
-        "gpu",
-        "gpu_mem",
-        "host",
-        "limit",
-        "name",
-        "output_at",
-        "processes",
-        "rank",
-        "read",
-        "read_bytes",
-        "report",
-        "role",
-        "row",
-        "rss",
-        "stamp",
-        "store",
-        "wait",
-        "write",
-        "written_bytes",
-    )
-
-    def __init__(self, name: str, role: str, rank: int, host: str, row: int) -> None:
-        self.name, self.role, self.rank, self.host, self.row = name, role, rank, host, row
-        self.forget()
-
-    def forget(self) -> None:
-        """Know nothing any more: it has ended."""
-        self.clock: Optional[float] = None
-        """The agent's, at its last frame; None: it does not run, as far as is known."""
-        self.stamp = 0.0
-        """The wall clock of its host, at its last frame."""
-        self.cpu: Optional[float] = None
-        """Cores that it uses."""
-        self.read: Optional[float] = None
-        self.write: Optional[float] = None
-        """Bytes a second."""
-        self.disk_clock: Optional[float] = None
-        """The agent's, when it last told of the disks."""
-        self.rss = self.limit = self.processes = self.gpu = self.gpu_mem = self.output_at = self._none()
-        self._cpu_s = self.read_bytes = self.written_bytes = self._none()
-        self.calls = self._none()
-        """Calls of the store that it has begun."""
-        self.report: Optional[Report] = None
-        self.wait: Optional[Wait] = None
-        self.store: Optional[StoreNumbers] = None
-
-    @staticmethod
-    def _none() -> Optional[float]:
-        return None
+    name: str
+    role: str
+    rank: int
+    host: str
+    row: int
+    """Of its means."""
+    clock: Optional[float] = None
+    """The agent's, at its last frame; None: it does not run, as far as is known."""
+    stamp: float = 0.0
+    """The wall clock of its host, at its last frame."""
+    cpu_s: Optional[float] = None
+    cpu: Optional[float] = None
+    """Cores that it uses."""
+    disk_clock: Optional[float] = None
+    """The agent's, when it last told of the disks."""
+    read_bytes: Optional[float] = None
+    written_bytes: Optional[float] = None
+    read: Optional[float] = None
+    write: Optional[float] = None
+    """Bytes a second."""
+    rss: Optional[float] = None
+    limit: Optional[float] = None
+    processes: Optional[float] = None
+    gpu: Optional[float] = None
+    gpu_mem: Optional[float] = None
+    output_at: Optional[float] = None
+    calls: Optional[float] = None
+    """Calls of the store that it has begun."""
+    report: Optional[Report] = None
+    wait: Optional[Wait] = None
+    store: Optional[StoreNumbers] = None
 
     def take(self, value: Mapping[str, Any], clock: float, stamp: float, names: int) -> None:
         """Note what an agent says of its task. `names`: values of a report that are kept."""
@@ -256,7 +234,7 @@ class TaskNumbers:
         self.clock, self.stamp = clock, stamp
         get = value.get
         cpu_s, read, written = number(get("cpu_s")), number(get("read")), number(get("write"))
-        self.cpu, self._cpu_s = rate(self._cpu_s, cpu_s, passed_s), cpu_s
+        self.cpu, self.cpu_s = rate(self.cpu_s, cpu_s, passed_s), cpu_s
         if read is not None or written is not None:  # agents tell them less often than the rest
             disk_s = None if self.disk_clock is None else clock - self.disk_clock
             self.disk_clock = clock
@@ -338,7 +316,7 @@ class JobMetrics:
                 found.append(task)
         for name in self._running.get(place, ()):
             if name not in told:
-                self.tasks[name].forget()
+                self.end(name)
         self._running[place] = tuple(task.name for task in found)
         return found
 
@@ -363,8 +341,9 @@ class JobMetrics:
 
     def end(self, task: str) -> None:
         """Note that a task has ended."""
-        if task in self.tasks:
-            self.tasks[task].forget()
+        known = self.tasks.get(task)
+        if known is not None:
+            self.tasks[task] = TaskNumbers(known.name, known.role, known.rank, known.host, known.row)
 
     @property
     def running(self) -> Iterable[TaskNumbers]:
