@@ -108,10 +108,8 @@ class Agent:
         """When another connection was last asked for because of silence."""
         self._remember_at = math.inf
         self._beat_at = math.inf
-        self._listening: Optional[Connection] = None
-        """Connection whose input is waited for."""
-        self._writing = -1
-        """Descriptor that is waited for because something is to be written."""
+        self._listening: Dict[int, int] = {}
+        """Descriptors of the connection that are waited for, and for which events."""
 
     # The loop
 
@@ -204,27 +202,23 @@ class Agent:
 
     def _listen(self) -> None:
         """Wait for what the connection asks for: input until it is over, and room for what is to be written."""
-        connection = self._channel.connection
-        reads = connection if connection is not None and not self._channel.is_over else None
-        writing = connection.writing if connection is not None and self._channel.wants_to_write else -1
-        if reads is self._listening and writing == self._writing:
-            return
-        self._unlisten()
-        self._listening, self._writing = reads, writing
-        if reads is not None and reads.reading == writing:
-            self._selector.register(writing, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_both)
-            return
-        if reads is not None:
-            self._selector.register(reads.reading, selectors.EVENT_READ, self._on_input)
-        if writing >= 0:
-            self._selector.register(writing, selectors.EVENT_WRITE, self._channel.flush)
+        connection, wanted = self._channel.connection, {}
+        if connection is not None and not self._channel.is_over:
+            wanted[connection.reading] = selectors.EVENT_READ
+        if connection is not None and self._channel.wants_to_write:
+            wanted[connection.writing] = wanted.get(connection.writing, 0) | selectors.EVENT_WRITE
+        if wanted != self._listening:
+            self._unlisten()
+            self._listening = wanted
+            calls = {selectors.EVENT_READ: self._on_input, selectors.EVENT_WRITE: self._channel.flush}
+            for descriptor, events in wanted.items():
+                self._selector.register(descriptor, events, calls.get(events, self._on_both))
 
     def _unlisten(self) -> None:
         """Wait for nothing of the connection."""
-        reading = self._listening.reading if self._listening is not None else -1
-        for descriptor in {reading, self._writing} - {-1}:
+        for descriptor in self._listening:
             self._selector.unregister(descriptor)
-        self._listening, self._writing = None, -1
+        self._listening = {}
 
     def _on_both(self) -> None:
         self._channel.flush()

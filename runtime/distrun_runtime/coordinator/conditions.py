@@ -60,7 +60,7 @@ LIMIT = 16 * 1024 * 1024
 VALUES_BYTES = 2048
 """What scripts report may take of a line; if it takes more, only the loss is kept."""
 _ROOM_OF_NOTE = 200
-_ROOM_OF_COUNTS = 64
+_ROOM_OF_COUNTS = 100
 
 Rows = Iterable[Tuple[str, Mapping[str, Any]]]
 
@@ -91,25 +91,23 @@ class MinuteLines:
 
 
 def _line(found: Dict[str, Any], hosts: Rows, tasks: Rows) -> str:
-    head = _text(found)
-    room = LINE - 1 - len(head) - _ROOM_OF_COUNTS
+    room = LINE - 1 - len(_text(found)) - _ROOM_OF_COUNTS
     if room < 0:
         return _text({name: found[name] for name in ("schema", "time")})
-    pieces = [head[:-1]]
     for kind, rows in (("tasks", tasks), ("hosts", hosts)):
-        texts, left = [], 0
+        kept: Dict[str, Any] = {}
+        left = 0
         for name, each in rows:
-            text = f"{json.dumps(name)}:{_text(each)}"
-            if left or len(text) + 1 > room - len(kind) - 8:
+            size = len(_text({name: each}))  # its braces stand for a comma
+            if left or size > room:
                 left += 1
             else:
-                texts.append(text)
-                room -= len(text) + 1
-        room -= len(kind) + 8
-        pieces.append(f',"{kind}":{{{",".join(texts)}}}')
+                kept[name] = each
+                room -= size
+        found[kind] = kept
         if left:
-            pieces.append(f',"{kind}_left_out":{left}')
-    return "".join(pieces) + "}"
+            found[f"{kind}_left_out"] = left
+    return _text(found)
 
 
 def _text(value: Mapping[str, Any]) -> str:
