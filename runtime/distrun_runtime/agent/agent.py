@@ -45,7 +45,6 @@ from distrun_runtime.errors import PreflightFailure, RuntimeFault
 if TYPE_CHECKING:
     from distrun_runtime.agent.measuring import HostMeasurement
     from distrun_runtime.agent.query import JobStream
-    from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -399,14 +398,10 @@ class Agent:
         self._runner.on_ending = self._measuring.tell_last
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
-        def give(answer: StackAnswer) -> None:
-            name, text, how, error, fix = answer
-            self._channel.say(StackFound, id=id, text=text, how=how, error=error, fix=fix, task=name)
-
         if self._measuring is None or self._is_leaving:
             self._channel.say(StackFound, id=id, task=task, error="the job ends on this host")
             return
-        self._measuring.ask_stack(task, give)
+        self._measuring.ask_stack(task, lambda answer: self._channel.say(StackFound, id=id, **answer._asdict()))
 
     def _settle(self, **_: Any) -> None:
         share = self._share

@@ -382,16 +382,14 @@ def _gpu(name: str, gpus: List[Mapping[str, Any]], owners: Mapping[int, str]) ->
 
 
 def fitting(
-    reports: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    sizes: Mapping[Tuple[str, str], int],
-    limit: int = FRAME_BYTES,
+    reports: Mapping[str, Mapping[str, Mapping[str, Any]]], sizes: Mapping[Tuple[str, str], int]
 ) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Return the reports of tasks without the largest values, if all would make the frame too long. No side effects.
 
     `sizes`: bytes of each, by task and kind.
     """
     own = {(task, kind): sizes.get((task, kind), 0) for task, kinds in reports.items() for kind in kinds}
-    excess = sum(own.values()) + TASK_BYTES * len(reports) - limit
+    excess = sum(own.values()) + TASK_BYTES * len(reports) - FRAME_BYTES
     if excess <= 0:
         return reports
     found = {task: dict(kinds) for task, kinds in reports.items()}

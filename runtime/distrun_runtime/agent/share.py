@@ -343,7 +343,7 @@ def private_root() -> str:
 
 def all_folders() -> List[str]:
     """Return the folders of all jobs on this machine."""
-    return [folder for name in dict.fromkeys(map(os.path.basename, _listed(""))) for folder in _below(name)]
+    return [folder for name in dict.fromkeys(map(os.path.basename, _listed(""))) for folder in _listed(name)]
 
 
 def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
@@ -434,17 +434,12 @@ def find_record(folder: str) -> Optional[Record]:
 
 def folders_of(job: str, nonce: str = "") -> List[str]:
     """Return the folders of a job on this machine, of all its hosts that are here."""
-    return _below(_name(job, nonce))
+    return list(_listed(_name(job, nonce)))
 
 
 def _name(job: str, nonce: str) -> str:
     """Return what the folder of a job is called. Two stores may each have a job of that id."""
     return safe_name(f"{job}.{nonce}" if nonce else job)
-
-
-def _below(name: str) -> List[str]:
-    """Return the folders of the job whose folder is called so."""
-    return list(_listed(name))
 
 
 def _listed(name: str) -> Iterator[str]:

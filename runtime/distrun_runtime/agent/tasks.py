@@ -62,7 +62,9 @@ DRAIN_BYTES = 4 * 1024 * 1024
 SPOOL_BYTES = 1024 * 1024 * 1024
 """Bytes of one stream that may wait for the coordinator. Past it the task waits."""
 SEGMENT_BYTES = 8 * 1024 * 1024
+"""Size of a file on the disk."""
 MEMORY_BYTES = 1024 * 1024
+"""What may wait in memory where the disk is full."""
 
 
 class TaskPipe:
@@ -150,7 +152,7 @@ class Outlet(TaskPipe):
         while self.total < end and self.read():
             pass
 
-    def pump(self, send: Callable[[int, bytes], None], takes_more: Callable[[], bool], window: int = WINDOW) -> None:
+    def pump(self, send: Callable[[int, bytes], None], takes_more: Callable[[], bool], window: int) -> None:
         """Send what the window allows while `takes_more()`. `send(offset, data)` takes a piece."""
         while self.sent < self.spool.end and self.sent - self.acked < window and takes_more():
             limit = min(SEND_BYTES, window - (self.sent - self.acked))
@@ -180,21 +182,12 @@ class StreamSpool:
     full, the stream continues in memory. `is_full` says that no more should be read from the task.
     """
 
-    def __init__(
-        self,
-        path: str,
-        segment_bytes: int = SEGMENT_BYTES,
-        memory_bytes: int = MEMORY_BYTES,
-        spool_bytes: int = SPOOL_BYTES,
-    ) -> None:
+    def __init__(self, path: str) -> None:
         self.begin = 0
         self.end = 0
         self.failure = ""
         """Why nothing is written to disk any more; empty while it is."""
         self._path = path
-        self._segment_bytes = segment_bytes
-        self._memory_bytes = memory_bytes
-        self._spool_bytes = spool_bytes
         self._segments: List[_SpoolFile] = []
         self._count = 0
         self._memory: Deque[bytes] = deque()
@@ -203,7 +196,7 @@ class StreamSpool:
     @property
     def is_full(self) -> bool:
         """Nothing more fits: the disk failed and memory is at its bound, or so much waits that no more is taken."""
-        return self._in_memory >= self._memory_bytes or self.end - self.begin >= self._spool_bytes
+        return self._in_memory >= MEMORY_BYTES or self.end - self.begin >= SPOOL_BYTES
 
     def append(self, data: bytes) -> None:
         """Keep `data` at the end, on disk or, when that fails, in memory (whatever the bound)."""
@@ -254,14 +247,14 @@ class StreamSpool:
         self._in_memory = 0
 
     def _is_growing(self, segment: _SpoolFile) -> bool:
-        return segment is self._segments[-1] and segment.length < self._segment_bytes and not self.failure
+        return segment is self._segments[-1] and segment.length < SEGMENT_BYTES and not self.failure
 
     def _write(self, view: memoryview) -> int:
-        if not self._segments or self._segments[-1].length >= self._segment_bytes:
+        if not self._segments or self._segments[-1].length >= SEGMENT_BYTES:
             self._segments.append(_SpoolFile(f"{self._path}.{self._count}", self.end))
             self._count += 1
         segment = self._segments[-1]
-        left = self._segment_bytes - segment.length
+        left = SEGMENT_BYTES - segment.length
         written = os.pwrite(segment.descriptor, view[:left], segment.length)
         segment.length += written
         return written
@@ -347,21 +340,20 @@ class TaskRunner:
         """Reap every child that ended and return how many did; say `exited` for tasks."""
         count, ended = 0, []
         for pid, status, usage in reaped():
-            now = time.time()
-            count += not os.WIFSTOPPED(status)
-            for running in self.tasks.values():
-                if running.leader.pid == pid and not running.is_reaped:
-                    if os.WIFSTOPPED(status):
-                        running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
-                        break
-                    running.processes.is_reaped = True
-                    # Popen must not wait for it once more.
-                    running.child.returncode = status
-                    ended.append((running, now, exit_facts(status, usage)))
-                    break
-            else:
-                if not os.WIFSTOPPED(status):
-                    self.on_other(pid, status)
+            running = next(
+                (each for each in self.tasks.values() if each.leader.pid == pid and not each.is_reaped), None
+            )
+            if os.WIFSTOPPED(status):
+                if running is not None:
+                    running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
+                continue
+            count += 1
+            if running is None:
+                self.on_other(pid, status)
+                continue
+            running.processes.is_reaped = True
+            running.child.returncode = status  # Popen must not wait for it once more
+            ended.append((running, time.time(), exit_facts(status, usage)))
         if ended:
             self.on_ending([running.task.name for running, _, _ in ended])
         for running, now, facts in ended:
@@ -412,7 +404,7 @@ class TaskRunner:
         outlets = self._outlets()
         for outlet in outlets:
             if not outlet.is_sent:
-                self._pump(outlet, **({"window": sys.maxsize} if whole else {}))
+                self._pump(outlet, sys.maxsize if whole else WINDOW)
         return all(outlet.is_sent for outlet in outlets)
 
     def drain(self) -> None:
@@ -471,12 +463,12 @@ class TaskRunner:
         if not outlet.spool.is_full:
             outlet.watch(self._selector, lambda: self._on_output(running, outlet))
 
-    def _pump(self, outlet: Outlet, **window: int) -> None:
+    def _pump(self, outlet: Outlet, window: int = WINDOW) -> None:
         def send(offset: int, data: bytes) -> None:
             name, attempt = outlet.task, outlet.attempt
             self._channel.say(Output, data=data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
 
-        outlet.pump(send, self._channel.takes_output, **window)
+        outlet.pump(send, self._channel.takes_output, window)
 
     def _outlets(self) -> List[Outlet]:
         return [outlet for running in self.tasks.values() for outlet in running.outlets]
@@ -721,12 +713,12 @@ def _signal_name(number: int) -> str:
 class TaskProcesses:
     """What is known of one task's processes."""
 
-    def __init__(self, name: str, leader: Identity, is_reaped: bool = False, is_scattered: bool = False) -> None:
+    def __init__(self, name: str, leader: Identity) -> None:
         self.name = name
         self.leader = leader
-        self.is_reaped = is_reaped
+        self.is_reaped = False
         """The leader was waited for: from then on its id may be given to another process."""
-        self.is_scattered = is_scattered
+        self.is_scattered = False
         """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
         self.known: Set[Identity] = set()
         """Everything that was ever seen to belong to it and was alive at the last look."""

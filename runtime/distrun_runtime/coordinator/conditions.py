@@ -68,8 +68,8 @@ Rows = Iterable[Tuple[str, Mapping[str, Any]]]
 class MinuteLines:
     """The lines of one job's file, and how much of it is full."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._left = limit - _ROOM_OF_NOTE
+    def __init__(self) -> None:
+        self._left = LIMIT - _ROOM_OF_NOTE
         self._is_full = False
 
     def line(self, time: str, job: Mapping[str, Any], hosts: Rows, tasks: Rows) -> str:
@@ -305,13 +305,15 @@ class ConditionChange(NamedTuple):
 class _Watched:
     """What is known of one worker."""
 
-    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used")
+    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used", "wait")
 
     def __init__(self, now: float) -> None:
         self.alive_at = now
         """When it last gave a sign of life."""
         self.signs: Tuple[Optional[float], ...] = ()
         """What changes with every sign of life."""
+        self.wait: Optional[Wait] = None
+        """What it waits for."""
         self.behind: Dict[str, str] = {}
         """For each server whose rounds it holds up: how."""
         self.condition = ""
@@ -347,7 +349,6 @@ class Conditions:
     def __init__(self, stall_after_s: float) -> None:
         self._stall_after_s = stall_after_s
         self._watched: Dict[str, _Watched] = {}
-        self._waits: Dict[str, Wait] = {}
         self._budget = TOLD_A_MINUTE
         self._minute = 0.0
 
@@ -370,9 +371,8 @@ class Conditions:
         if task.wait is not None or works or signs != watched.signs:
             watched.alive_at = now
         watched.signs = signs
-        watched.lived = now
+        watched.lived, watched.wait = now, task.wait
         if task.wait is not None:
-            self._waits[task.name] = task.wait
             watched.condition = facts.WAITING
         elif self._stall_after_s and now - watched.alive_at >= self._stall_after_s:
             watched.condition = facts.STALLED
@@ -397,7 +397,6 @@ class Conditions:
     def end(self, task: str) -> List[ConditionChange]:
         """Record the end of a task; return the changes to report."""
         watched = self._watched.pop(task, None)
-        self._waits.pop(task, None)
         for each in self._watched.values():
             each.keep_up(task)
         return [ConditionChange(task, "", "it has ended")] if watched is not None and watched.told else []
@@ -415,8 +414,8 @@ class Conditions:
         return watched is not None and watched.condition == facts.STALLED
 
     def _why(self, task: TaskNumbers, watched: _Watched) -> str:
-        if watched.condition == facts.WAITING:
-            return _waits(self._waits[task.name], task.stamp)
+        if watched.wait is not None:
+            return _waits(watched.wait, task.stamp)
         if watched.condition == facts.STALLED:
             silent_s = watched.lived - watched.alive_at
             return f"no output, report, store call, disk or CPU for {duration(round(silent_s))}"
@@ -425,7 +424,7 @@ class Conditions:
 
     def _told(self, task: TaskNumbers, watched: _Watched, now: float) -> List[ConditionChange]:
         condition = watched.condition
-        if condition == facts.WAITING and task.stamp - self._waits[task.name].since < TOLD_WAIT_S:
+        if watched.wait is not None and task.stamp - watched.wait.since < TOLD_WAIT_S:
             condition = ""
         if condition == watched.told or not self._may_tell(condition, now):
             return []

@@ -105,14 +105,14 @@ class IndexWriter:
 
     Arguments:
         folder: the job's `logs`.
-        limit: bytes of the index after which it is rotated; one older file is kept. 0: never. May be changed.
     """
 
-    def __init__(self, folder: Path, limit: int = 0, write: Callable[[int, memoryview], int] = os.write) -> None:
+    def __init__(self, folder: Path, write: Callable[[int, memoryview], int] = os.write) -> None:
         self.path = folder / NAME
         self.error = ""
         """Why the last flush failed; empty: it did not."""
-        self.limit = limit
+        self.limit = 0
+        """Bytes of the index after which it is rotated; one older file is kept. 0: never. May be changed."""
         self._write = write
         self._fd: Optional[int] = None
         self._size = 0
