@@ -36,7 +36,7 @@ from typing import (
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.interpreters import ABOUT, TELL, chosen, command, in_no_folder, parsed, typed
-from distrun_runtime.agent.share import Share, exact, programs, working_folder
+from distrun_runtime.agent.share import Share, cannot_run_in, exact, programs, working_folder
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ACTIVATE_S, Plan, Sync
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
@@ -294,11 +294,9 @@ def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
             text = f"there is no user {cwd.partition('/')[0]} on {host}"
             raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
         fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
-        if not os.path.isdir(folder):
-            what = "is not a folder" if os.path.lexists(folder) else "does not exist"
-            raise PreflightFailure("folder", f"{cwd} {what} on {host}", fix)
-        if not os.access(folder, os.X_OK):
-            raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
+        why = cannot_run_in(folder, f" on {host}")
+        if why:
+            raise PreflightFailure("folder", f"{cwd} {why}", fix)
 
 
 # Activation

@@ -35,7 +35,7 @@ from typing import (
 )
 
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.agent.share import exact, programs, words
+from distrun_runtime.agent.share import cannot_run_in, exact, programs, words
 from distrun_runtime.contract import process
 from distrun_runtime.contract.agent_messages import Exited, Output, Published, Started, Warned
 from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
@@ -582,12 +582,9 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Raise CannotStart for what exec would report ambiguously."""
     if not argv or not argv[0]:
         raise CannotStart(EXIT_NOT_FOUND, f"{task.name} has an empty command")
-    cwd = os.path.expanduser(exact(task.cwd))
-    if cwd and not os.path.isdir(cwd):
-        what = "is not a folder" if os.path.exists(cwd) else "does not exist"
-        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
-    if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+    why = cannot_run_in(os.path.expanduser(exact(task.cwd)), " on this host") if task.cwd else ""
+    if why:
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {why}")
     found = [path for path in programs(argv[0], task.cwd, env) if os.path.exists(path)]
     if not found:
         where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import field
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import metrics as contract
@@ -111,21 +112,20 @@ class Wait(NamedTuple):
     """By its host's clock."""
 
 
+@dataclass
 class StoreNumbers:
     """What a server or scheduler has counted."""
 
-    __slots__ = ("device", "device_why", "gauges", "lags", "rates", "time", "totals")
-
-    def __init__(self) -> None:
-        self.time: Optional[float] = None
-        """When it was said, by its host's clock."""
-        self.totals: Numbers = {}
-        self.rates: Numbers = {}
-        self.gauges: Numbers = {}
-        self.device = self.device_why = ""
-        """Where a server's arrays are, such as `gpu:0`, and why not on a GPU."""
-        self.lags: Dict[str, Tuple[float, float, float, float]] = {}
-        """By rank: last lag, rounds of the last 20 in which it came last, median lag, median round; seconds."""
+    time: Optional[float] = None
+    """When it was said, by its host's clock."""
+    totals: Numbers = field(default_factory=dict)
+    rates: Numbers = field(default_factory=dict)
+    gauges: Numbers = field(default_factory=dict)
+    device: str = ""
+    device_why: str = ""
+    """Where a server's arrays are, such as `gpu:0`, and why not on a GPU."""
+    lags: Dict[str, Tuple[float, float, float, float]] = field(default_factory=dict)
+    """By rank: last lag, rounds of the last 20 in which it came last, median lag, median round; seconds."""
 
     def take(self, value: Mapping[str, Any], passed_s: Optional[float]) -> None:
         """Note counters; `passed_s`: by the agent's clock, since the last ones."""
@@ -155,23 +155,21 @@ class StoreNumbers:
         return {rank: plain(lag[2]) for rank, lag in largest}
 
 
+@dataclass
 class HostNumbers:
     """The last numbers of a host."""
 
-    __slots__ = ("clock", "gpus", "heard", "offsets", "rates", "totals", "values")
-
-    def __init__(self) -> None:
-        self.clock: Optional[float] = None
-        """The agent's, at its last frame."""
-        self.heard = 0.0
-        """`now` of its last frame."""
-        self.values: Numbers = {}
-        self.totals: Numbers = {}
-        self.rates: Numbers = {}
-        """Of `cpu_s`: cores that are busy."""
-        self.gpus: List[Dict[str, Any]] = []
-        self.offsets: List[float] = []
-        """By how much its clock was ahead of ours, as its last frames say: each is too small by what the frame took."""
+    clock: Optional[float] = None
+    """The agent's, at its last frame."""
+    heard: float = 0.0
+    """`now` of its last frame."""
+    values: Numbers = field(default_factory=dict)
+    totals: Numbers = field(default_factory=dict)
+    rates: Numbers = field(default_factory=dict)
+    """Of `cpu_s`: cores that are busy."""
+    gpus: List[Dict[str, Any]] = field(default_factory=list)
+    offsets: List[float] = field(default_factory=list)
+    """By how much its clock was ahead of ours, as its last frames say: each is too small by what the frame took."""
 
     def take(self, value: Mapping[str, Any], passed_s: Optional[float]) -> None:
         """Note what an agent says of its host."""
