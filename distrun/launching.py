@@ -245,10 +245,10 @@ def _coordinator_process(job: Ready, folder: JobFolder, connection: socket.socke
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(folder.outcome_json(_coordinate(job, folder, service, verbosity)))
+            service.finish(control.JobEnded(folder.outcome_json(_coordinate(job, folder, service, verbosity))))
             code = 0
         except BaseException as err:
-            service.fail(_error(err))
+            service.finish(_error(err))
             _let_go(begun)  # before the client is: it may not wait for the end of this process
         service.close()
     except BaseException:

@@ -45,7 +45,6 @@ from distrun_runtime.errors import PreflightFailure, RuntimeFault
 if TYPE_CHECKING:
     from distrun_runtime.agent.measuring import HostMeasurement
     from distrun_runtime.agent.query import JobStream
-    from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -108,10 +107,8 @@ class Agent:
         """When another connection was last asked for because of silence."""
         self._remember_at = math.inf
         self._beat_at = math.inf
-        self._listening: Optional[Connection] = None
-        """Connection whose input is waited for."""
-        self._writing = -1
-        """Descriptor that is waited for because something is to be written."""
+        self._listening: Dict[int, int] = {}
+        """Descriptors of the connection that are waited for, and for which events."""
 
     # The loop
 
@@ -204,27 +201,23 @@ class Agent:
 
     def _listen(self) -> None:
         """Wait for what the connection asks for: input until it is over, and room for what is to be written."""
-        connection = self._channel.connection
-        reads = connection if connection is not None and not self._channel.is_over else None
-        writing = connection.writing if connection is not None and self._channel.wants_to_write else -1
-        if reads is self._listening and writing == self._writing:
-            return
-        self._unlisten()
-        self._listening, self._writing = reads, writing
-        if reads is not None and reads.reading == writing:
-            self._selector.register(writing, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_both)
-            return
-        if reads is not None:
-            self._selector.register(reads.reading, selectors.EVENT_READ, self._on_input)
-        if writing >= 0:
-            self._selector.register(writing, selectors.EVENT_WRITE, self._channel.flush)
+        connection, wanted = self._channel.connection, {}
+        if connection is not None and not self._channel.is_over:
+            wanted[connection.reading] = selectors.EVENT_READ
+        if connection is not None and self._channel.wants_to_write:
+            wanted[connection.writing] = wanted.get(connection.writing, 0) | selectors.EVENT_WRITE
+        if wanted != self._listening:
+            self._unlisten()
+            self._listening = wanted
+            calls = {selectors.EVENT_READ: self._on_input, selectors.EVENT_WRITE: self._channel.flush}
+            for descriptor, events in wanted.items():
+                self._selector.register(descriptor, events, calls.get(events, self._on_both))
 
     def _unlisten(self) -> None:
         """Wait for nothing of the connection."""
-        reading = self._listening.reading if self._listening is not None else -1
-        for descriptor in {reading, self._writing} - {-1}:
+        for descriptor in self._listening:
             self._selector.unregister(descriptor)
-        self._listening, self._writing = None, -1
+        self._listening = {}
 
     def _on_both(self) -> None:
         self._channel.flush()
@@ -405,14 +398,10 @@ class Agent:
         self._runner.on_ending = self._measuring.tell_last
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
-        def give(answer: StackAnswer) -> None:
-            name, text, how, error, fix = answer
-            self._channel.say(StackFound, id=id, text=text, how=how, error=error, fix=fix, task=name)
-
         if self._measuring is None or self._is_leaving:
             self._channel.say(StackFound, id=id, task=task, error="the job ends on this host")
             return
-        self._measuring.ask_stack(task, give)
+        self._measuring.ask_stack(task, lambda answer: self._channel.say(StackFound, id=id, **answer._asdict()))
 
     def _settle(self, **_: Any) -> None:
         share = self._share

@@ -158,7 +158,6 @@ class Channel:
         self.written = 0
         """Bytes in the whole session."""
         self._session = Session()
-        self._line = b""
         self._rest = memoryview(b"")
         if connection is not None:
             self.attach(connection)

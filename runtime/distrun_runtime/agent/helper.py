@@ -52,9 +52,6 @@ class Helper:
         pythons: List[bytes],
         env: Mapping[bytes, bytes],
         folder: str = "",
-        *,
-        answer_s: float = ANSWER_S,
-        restart_s: float = RESTART_S,
     ) -> None:
         self.answers: Dict[str, Any] = {}
         """The last value of each thing that was asked for; absent while there is none."""
@@ -62,7 +59,6 @@ class Helper:
         self._pythons = [*pythons, os.fsencode(sys.executable)]
         self._env = env
         self._folder = folder
-        self._answer_s, self._restart_s = answer_s, restart_s
         self._wanted: Dict[str, _HelperRequest] = {}
         self._child: Optional[subprocess.Popen[bytes]] = None
         self._unreaped = -1
@@ -94,7 +90,7 @@ class Helper:
             self._start(now)
             if self._child is None:
                 return
-        self._asked, self._deadline = wanted.what, now + self._answer_s
+        self._asked, self._deadline = wanted.what, now + ANSWER_S
         wanted.asked_at = now
         self._send(json.dumps({"what": wanted.what, "path": self._folder}).encode())
 
@@ -109,7 +105,7 @@ class Helper:
         self._end()
 
     def _start(self, now: float) -> None:
-        self._start_at = now + self._restart_s
+        self._start_at = now + RESTART_S
         try:
             self._child = subprocess.Popen(
                 [self._pythons[0], "-c", _BOOT, NAME],

@@ -221,12 +221,7 @@ class HostMeasurement:
 
     def _begin_sampling(self, now: float) -> None:
         if self._metrics is None and self._interval_s > 0:
-            self._metrics = Metrics(
-                lambda: helper_of(self._share, self._selector),
-                self._agent.task_of,
-                self._agent.may_help,
-                lambda frame: self._agent.channel.send({**frame, "type": "metrics"}),
-            )
+            self._metrics = Metrics(self._share, self._selector, self._agent)
         if self._metrics is not None:
             self._metrics.set_interval(self._interval_s, now)
 
@@ -253,28 +248,19 @@ NO_GPU_S = 60.0
 
 
 class Metrics:
-    """Samples, when it is time, and says it by `say`.
+    """Samples, when it is time, and sends that. Arguments: as of `HostMeasurement`."""
 
-    `may_help`: whether a helper may be started; `make_helper` makes it then, when the tasks' environment is known.
-    `task_of`: as in `procfs.Tasks`.
-    """
-
-    def __init__(
-        self,
-        make_helper: Callable[[], Helper],
-        task_of: Callable[[int], str],
-        may_help: Callable[[], bool],
-        say: Callable[[Dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, share: Share, selector: selectors.BaseSelector, agent: Hooks) -> None:
         self.next_at = math.inf
-        self._make_helper = make_helper
+        self._share = share
+        self._selector = selector
+        self._agent = agent
         self._helper: Optional[Helper] = None
-        self._may_help = may_help
-        self._say = say
+        """Made when the tasks' environment is known."""
         self._interval_s = 0.0
         self._help_at = math.inf
         self._is_portable = process.is_portable()
-        self._tasks = procfs.Tasks(task_of)
+        self._tasks = procfs.Tasks(agent.task_of)
         self._portable = procfs.PortableTasks()
         self._host = procfs.HostSampler()
 
@@ -318,7 +304,8 @@ class Metrics:
         disk = self._answers.get("disk")
         if disk:
             host["disk_total"], host["disk_free"] = disk["total"], disk["free"]
-        frame: Dict[str, Any] = {"clock": round(now, 3), "time": round(time.time(), 3), "host": host}
+        times = {"clock": round(now, 3), "time": round(time.time(), 3)}
+        frame: Dict[str, Any] = {"type": "metrics", **times, "host": host}
         gpus = (self._answers.get("gpus") or {}).get("gpus")
         if gpus:
             frame["gpus"] = gpus
@@ -327,7 +314,7 @@ class Metrics:
             name: _task(usage, running[name].output_at, _gpu(name, gpus or [], owners), kept[name])
             for name, usage in used.items()
         }
-        self._say(frame)
+        self._agent.channel.send(frame)
         self.next_at = now + max(self._interval_s, (time.thread_time() - began) * COST)
 
     def _look(self, leaders: Mapping[str, Identity], now: float) -> Any:
@@ -351,9 +338,9 @@ class Metrics:
 
     def _ask(self, now: float) -> None:
         """Tell the helper what is wanted, and have it go on."""
-        if now < self._help_at or not self._may_help():
+        if now < self._help_at or not self._agent.may_help():
             return
-        helper = self._helper = self._helper or self._make_helper()
+        helper = self._helper = self._helper or helper_of(self._share, self._selector)
         helper.want("gpus", _gpu_interval_s(helper.answers.get("gpus")), now)
         if self._is_portable:
             helper.want("ps", SMI_S, now)
@@ -395,16 +382,14 @@ def _gpu(name: str, gpus: List[Mapping[str, Any]], owners: Mapping[int, str]) ->
 
 
 def fitting(
-    reports: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    sizes: Mapping[Tuple[str, str], int],
-    limit: int = FRAME_BYTES,
+    reports: Mapping[str, Mapping[str, Mapping[str, Any]]], sizes: Mapping[Tuple[str, str], int]
 ) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Return the reports of tasks without the largest values, if all would make the frame too long. No side effects.
 
     `sizes`: bytes of each, by task and kind.
     """
     own = {(task, kind): sizes.get((task, kind), 0) for task, kinds in reports.items() for kind in kinds}
-    excess = sum(own.values()) + TASK_BYTES * len(reports) - limit
+    excess = sum(own.values()) + TASK_BYTES * len(reports) - FRAME_BYTES
     if excess <= 0:
         return reports
     found = {task: dict(kinds) for task, kinds in reports.items()}

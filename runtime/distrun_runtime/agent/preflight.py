@@ -5,8 +5,8 @@ tasks that need modules, the program of the user's command, its script and what 
 may come with the files that are copied to the host. Then it is checked after the copy: that is `settle`. Otherwise it
 is checked before, so that nothing is copied in vain.
 
-`steps` and `settle` are generators: each yields what it wants (a `Command` to be run, or a runtime to be sent) and is
-sent the result. `Preflight` does these things for the agent's loop. Nothing here waits.
+`steps` and `settle` are generators: each yields what it wants (a `Command` to be run, a runtime to be sent, or time in
+seconds) and is sent the result. `Preflight` does these things for the agent's loop. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import (
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.interpreters import ABOUT, TELL, chosen, command, in_no_folder, parsed, typed
-from distrun_runtime.agent.share import Share, exact, programs, working_folder
+from distrun_runtime.agent.share import Share, cannot_run_in, exact, programs, working_folder
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ACTIVATE_S, Plan, Sync
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
@@ -66,7 +66,7 @@ class Need(NamedTuple):
     digest: str
 
 
-Steps = Generator[Union[Command, Need, "NodeLock"], Any, Share]
+Steps = Generator[Union[Command, Need, float], Any, Share]
 TRY_S = 0.1
 """Between two calls of `NodeLock.take`, until it has its turn or `TURN_S` are over."""
 
@@ -82,9 +82,10 @@ def steps(share: Share) -> Steps:
     if len(plan.places) < 2:  # on this node
         share = yield from _shared(share)
     else:
-        lock = NodeLock(share.folder)
+        lock, until = NodeLock(share.folder), time.monotonic() + TURN_S
         try:
-            yield lock
+            while not lock.take() and time.monotonic() < until:
+                yield TRY_S
             share = yield from _shared(share)
         finally:
             lock.release()
@@ -168,9 +169,8 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
-        self._lock: Optional[NodeLock] = None
-        """The lock for which it waits."""
-        self._try_at = self._try_until = math.inf
+        self._resume_at = math.inf
+        """When the steps go on that let time pass."""
         self._archive = bytearray()
 
     @property
@@ -181,12 +181,13 @@ class Preflight:
     @property
     def deadline(self) -> float:
         """When `expire` is to be called; infinite: never."""
-        return self._command.deadline if self._command is not None else self._try_at
+        return self._command.deadline if self._command is not None else self._resume_at
 
     def proceed(self, result: Any = None) -> None:
         """Take the next step, given the result of the last one."""
         if self._steps is None:
             return
+        self._resume_at = math.inf
         try:
             wanted = self._steps.send(result)
         except StopIteration as end:
@@ -199,9 +200,8 @@ class Preflight:
             if isinstance(wanted, Need):
                 self._needed = wanted.digest
                 self._ask_for(wanted.digest)
-            elif isinstance(wanted, NodeLock):
-                self._lock, self._try_until = wanted, time.monotonic() + TURN_S
-                self._try()
+            elif isinstance(wanted, float):
+                self._resume_at = time.monotonic() + wanted
             else:
                 self._command = RunningCommand(wanted, self._selector, self._on_done)
                 self._command.start()
@@ -228,31 +228,20 @@ class Preflight:
             self._command.reaped(pid, status)
 
     def expire(self) -> None:
-        """Kill the command, whose time is over; or try again to have a turn."""
+        """Kill the command, whose time is over; or go on."""
         if self._command is not None:
             self._command.expire()
-        elif self._lock is not None:
-            self._try()
+        else:
+            self.proceed()
 
     def cancel(self) -> None:
         """Take no further step; kill the command."""
         if self._steps is not None:
             self._steps.close()
-        self._steps = self._lock = None
-        self._try_at = math.inf
+        self._steps, self._resume_at = None, math.inf
         if self._command is not None:
             self._command.cancel()
             self._command = None
-
-    def _try(self) -> None:
-        """Go on if it is this agent's turn, or if it has waited long enough."""
-        now = time.monotonic()
-        assert self._lock is not None
-        if self._lock.take() or now >= self._try_until:
-            self._lock, self._try_at = None, math.inf
-            self.proceed()
-        else:
-            self._try_at = now + TRY_S
 
     def _on_done(self, done: CommandResult) -> None:
         self._command = None
@@ -305,11 +294,9 @@ def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
             text = f"there is no user {cwd.partition('/')[0]} on {host}"
             raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
         fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
-        if not os.path.isdir(folder):
-            what = "is not a folder" if os.path.lexists(folder) else "does not exist"
-            raise PreflightFailure("folder", f"{cwd} {what} on {host}", fix)
-        if not os.access(folder, os.X_OK):
-            raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
+        why = cannot_run_in(folder, f" on {host}")
+        if why:
+            raise PreflightFailure("folder", f"{cwd} {why}", fix)
 
 
 # Activation

@@ -20,7 +20,7 @@ import contextlib
 import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 from distrun_runtime.contract import environ, facts, gpus, private, process, session
 from distrun_runtime.contract.dataclass import read, written
@@ -343,7 +343,7 @@ def private_root() -> str:
 
 def all_folders() -> List[str]:
     """Return the folders of all jobs on this machine."""
-    return [folder for name in dict.fromkeys(map(os.path.basename, _listed(""))) for folder in _below(name)]
+    return [folder for name in dict.fromkeys(map(os.path.basename, _listed(""))) for folder in _listed(name)]
 
 
 def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
@@ -434,17 +434,12 @@ def find_record(folder: str) -> Optional[Record]:
 
 def folders_of(job: str, nonce: str = "") -> List[str]:
     """Return the folders of a job on this machine, of all its hosts that are here."""
-    return _below(_name(job, nonce))
+    return list(_listed(_name(job, nonce)))
 
 
 def _name(job: str, nonce: str) -> str:
     """Return what the folder of a job is called. Two stores may each have a job of that id."""
     return safe_name(f"{job}.{nonce}" if nonce else job)
-
-
-def _below(name: str) -> List[str]:
-    """Return the folders of the job whose folder is called so."""
-    return list(_listed(name))
 
 
 def _listed(name: str) -> Iterator[str]:
@@ -510,7 +505,14 @@ def _private(folder: str) -> None:
     private.check(folder, closes=True)
 
 
+def cannot_run_in(folder: Union[str, bytes], on: str = "") -> str:
+    """Return why a task cannot run in a folder, as the end of a sentence; empty if it can. `on`: such as ` on h1`."""
+    if not os.path.isdir(folder):
+        return f"is not a folder{on}" if os.path.lexists(folder) else f"does not exist{on}"
+    return "" if os.access(folder, os.X_OK) else f"cannot be entered{on}: no permission"
+
+
 def working_folder(cwd: str) -> str:
     """Return the folder in which a command for tasks runs: theirs if it exists, else that of the agent (empty)."""
     path = os.path.expanduser(cwd)
-    return path if os.path.isdir(path) and os.access(path, os.X_OK) else ""
+    return "" if cannot_run_in(path) else path

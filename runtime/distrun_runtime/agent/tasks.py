@@ -35,7 +35,7 @@ from typing import (
 )
 
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.agent.share import exact, programs, words
+from distrun_runtime.agent.share import cannot_run_in, exact, programs, words
 from distrun_runtime.contract import process
 from distrun_runtime.contract.agent_messages import Exited, Output, Published, Started, Warned
 from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
@@ -62,7 +62,9 @@ DRAIN_BYTES = 4 * 1024 * 1024
 SPOOL_BYTES = 1024 * 1024 * 1024
 """Bytes of one stream that may wait for the coordinator. Past it the task waits."""
 SEGMENT_BYTES = 8 * 1024 * 1024
+"""Size of a file on the disk."""
 MEMORY_BYTES = 1024 * 1024
+"""What may wait in memory where the disk is full."""
 
 
 class TaskPipe:
@@ -72,6 +74,20 @@ class TaskPipe:
         self.task = task
         self.descriptor: Optional[int] = descriptor
         """None once it is closed."""
+        self._selector: Optional[selectors.BaseSelector] = None
+        """What waits for it."""
+
+    def watch(self, selector: selectors.BaseSelector, call: Callable[[], None]) -> None:
+        """Have a selector call when there is something to read, until `unwatch` or the end. May be repeated."""
+        if self.descriptor is not None and self._selector is None:
+            self._selector = selector
+            selector.register(self.descriptor, selectors.EVENT_READ, call)
+
+    def unwatch(self) -> None:
+        """Have nothing called any more."""
+        if self.descriptor is not None and self._selector is not None:
+            self._selector.unregister(self.descriptor)
+            self._selector = None
 
     def take(self) -> Optional[bytes]:
         """Read once; return None if nothing is there, nothing at the end. Closes it then."""
@@ -89,6 +105,7 @@ class TaskPipe:
 
     def close(self) -> None:
         """Close the pipe."""
+        self.unwatch()  # the next pipe may be given the same number
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -135,7 +152,7 @@ class Outlet(TaskPipe):
         while self.total < end and self.read():
             pass
 
-    def pump(self, send: Callable[[int, bytes], None], takes_more: Callable[[], bool], window: int = WINDOW) -> None:
+    def pump(self, send: Callable[[int, bytes], None], takes_more: Callable[[], bool], window: int) -> None:
         """Send what the window allows while `takes_more()`. `send(offset, data)` takes a piece."""
         while self.sent < self.spool.end and self.sent - self.acked < window and takes_more():
             limit = min(SEND_BYTES, window - (self.sent - self.acked))
@@ -165,21 +182,12 @@ class StreamSpool:
     full, the stream continues in memory. `is_full` says that no more should be read from the task.
     """
 
-    def __init__(
-        self,
-        path: str,
-        segment_bytes: int = SEGMENT_BYTES,
-        memory_bytes: int = MEMORY_BYTES,
-        spool_bytes: int = SPOOL_BYTES,
-    ) -> None:
+    def __init__(self, path: str) -> None:
         self.begin = 0
         self.end = 0
         self.failure = ""
         """Why nothing is written to disk any more; empty while it is."""
         self._path = path
-        self._segment_bytes = segment_bytes
-        self._memory_bytes = memory_bytes
-        self._spool_bytes = spool_bytes
         self._segments: List[_SpoolFile] = []
         self._count = 0
         self._memory: Deque[bytes] = deque()
@@ -188,7 +196,7 @@ class StreamSpool:
     @property
     def is_full(self) -> bool:
         """Nothing more fits: the disk failed and memory is at its bound, or so much waits that no more is taken."""
-        return self._in_memory >= self._memory_bytes or self.end - self.begin >= self._spool_bytes
+        return self._in_memory >= MEMORY_BYTES or self.end - self.begin >= SPOOL_BYTES
 
     def append(self, data: bytes) -> None:
         """Keep `data` at the end, on disk or, when that fails, in memory (whatever the bound)."""
@@ -239,14 +247,14 @@ class StreamSpool:
         self._in_memory = 0
 
     def _is_growing(self, segment: _SpoolFile) -> bool:
-        return segment is self._segments[-1] and segment.length < self._segment_bytes and not self.failure
+        return segment is self._segments[-1] and segment.length < SEGMENT_BYTES and not self.failure
 
     def _write(self, view: memoryview) -> int:
-        if not self._segments or self._segments[-1].length >= self._segment_bytes:
+        if not self._segments or self._segments[-1].length >= SEGMENT_BYTES:
             self._segments.append(_SpoolFile(f"{self._path}.{self._count}", self.end))
             self._count += 1
         segment = self._segments[-1]
-        left = self._segment_bytes - segment.length
+        left = SEGMENT_BYTES - segment.length
         written = os.pwrite(segment.descriptor, view[:left], segment.length)
         segment.length += written
         return written
@@ -306,9 +314,7 @@ class TaskRunner:
         self.tasks[task.name] = running
         for outlet in running.outlets:
             self._watch(running, outlet)
-        self._selector.register(
-            running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
-        )
+        running.publisher.watch(self._selector, lambda: self._on_publish(running))
         leader, started = running.leader, running.started
         self._say(Started, task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
         return True
@@ -334,21 +340,20 @@ class TaskRunner:
         """Reap every child that ended and return how many did; say `exited` for tasks."""
         count, ended = 0, []
         for pid, status, usage in reaped():
-            now = time.time()
-            count += not os.WIFSTOPPED(status)
-            for running in self.tasks.values():
-                if running.leader.pid == pid and not running.is_reaped:
-                    if os.WIFSTOPPED(status):
-                        running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
-                        break
-                    running.processes.is_reaped = True
-                    # Popen must not wait for it once more.
-                    running.child.returncode = status
-                    ended.append((running, now, exit_facts(status, usage)))
-                    break
-            else:
-                if not os.WIFSTOPPED(status):
-                    self.on_other(pid, status)
+            running = next(
+                (each for each in self.tasks.values() if each.leader.pid == pid and not each.is_reaped), None
+            )
+            if os.WIFSTOPPED(status):
+                if running is not None:
+                    running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
+                continue
+            count += 1
+            if running is None:
+                self.on_other(pid, status)
+                continue
+            running.processes.is_reaped = True
+            running.child.returncode = status  # Popen must not wait for it once more
+            ended.append((running, time.time(), exit_facts(status, usage)))
         if ended:
             self.on_ending([running.task.name for running, _, _ in ended])
         for running, now, facts in ended:
@@ -399,34 +404,25 @@ class TaskRunner:
         outlets = self._outlets()
         for outlet in outlets:
             if not outlet.is_sent:
-                self._pump(outlet, **({"window": sys.maxsize} if whole else {}))
+                self._pump(outlet, sys.maxsize if whole else WINDOW)
         return all(outlet.is_sent for outlet in outlets)
 
     def drain(self) -> None:
         """Read what is left in the pipes, for the last time."""
-        for outlet in self._outlets():
-            descriptor = outlet.descriptor
-            outlet.drain()
-            outlet.close()
-            self._unwatch_if_closed(descriptor, None)
-        for running in self.tasks.values():
-            descriptor = running.publisher.descriptor
-            running.publisher.close()
-            self._unwatch_if_closed(descriptor, None)
-
-    def close(self) -> None:
-        """Close the pipes and remove the spools."""
         for running in self.tasks.values():
             running.publisher.close()
             for outlet in running.outlets:
+                outlet.drain()
                 outlet.close()
-                outlet.spool.close()
+
+    def close(self) -> None:
+        """Remove the spools, after `drain`."""
+        for outlet in self._outlets():
+            outlet.spool.close()
 
     def _on_end(self, running: RunningTask, now: float, facts: ExitFacts) -> None:
         for outlet in sorted(running.outlets, key=lambda outlet: not outlet.is_mid_line):
-            descriptor = outlet.descriptor
             outlet.drain()
-            self._unwatch_if_closed(descriptor, outlet.descriptor)
             self._pump(outlet)
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
@@ -443,48 +439,36 @@ class TaskRunner:
 
     def _forward(self, outlet: Outlet) -> None:
         """Read once from a task's pipe and send it on."""
-        descriptor = outlet.descriptor
         outlet.read()
-        self._unwatch_if_closed(descriptor, outlet.descriptor)
         if self.discards_output:
             outlet.discard()
         if outlet.spool.failure and not self._has_warned_of_disk:
             self._has_warned_of_disk = True
             text = "output cannot be kept on this host's disk; tasks wait while you do not take it: "
             self._channel.say(Warned, text=text + outlet.spool.failure)
-        if outlet.spool.is_full and outlet.descriptor is not None:
-            self._selector.unregister(outlet.descriptor)
+        if outlet.spool.is_full:
+            outlet.unwatch()
         self._pump(outlet)
 
     def _on_publish(self, running: RunningTask) -> None:
-        descriptor = running.publisher.descriptor
         objects, wrong = running.publisher.read()
         for values in objects:
             stopped = running.was_signalled
             self._channel.say(Published, task=running.task.name, values=values, time=time.time(), stopped=stopped)
         for text in wrong:
             self._channel.say(Warned, text=text)
-        self._unwatch_if_closed(descriptor, running.publisher.descriptor)
 
     def _watch(self, running: RunningTask, outlet: Outlet) -> None:
         """Read from a task's pipe, for the first time or again."""
-        readable = outlet.descriptor is not None and not outlet.spool.is_full
-        if readable and outlet.descriptor not in self._selector.get_map():
-            self._selector.register(
-                outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet)
-            )
+        if not outlet.spool.is_full:
+            outlet.watch(self._selector, lambda: self._on_output(running, outlet))
 
-    def _unwatch_if_closed(self, before: Optional[int], after: Optional[int]) -> None:
-        # At once: the next pipe may be given the same number.
-        if before is not None and after is None and before in self._selector.get_map():
-            self._selector.unregister(before)
-
-    def _pump(self, outlet: Outlet, **window: int) -> None:
+    def _pump(self, outlet: Outlet, window: int = WINDOW) -> None:
         def send(offset: int, data: bytes) -> None:
             name, attempt = outlet.task, outlet.attempt
             self._channel.say(Output, data=data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
 
-        outlet.pump(send, self._channel.takes_output, **window)
+        outlet.pump(send, self._channel.takes_output, window)
 
     def _outlets(self) -> List[Outlet]:
         return [outlet for running in self.tasks.values() for outlet in running.outlets]
@@ -598,12 +582,9 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Raise CannotStart for what exec would report ambiguously."""
     if not argv or not argv[0]:
         raise CannotStart(EXIT_NOT_FOUND, f"{task.name} has an empty command")
-    cwd = os.path.expanduser(exact(task.cwd))
-    if cwd and not os.path.isdir(cwd):
-        what = "is not a folder" if os.path.exists(cwd) else "does not exist"
-        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
-    if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+    why = cannot_run_in(os.path.expanduser(exact(task.cwd)), " on this host") if task.cwd else ""
+    if why:
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {why}")
     found = [path for path in programs(argv[0], task.cwd, env) if os.path.exists(path)]
     if not found:
         where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
@@ -729,12 +710,12 @@ def _signal_name(number: int) -> str:
 class TaskProcesses:
     """What is known of one task's processes."""
 
-    def __init__(self, name: str, leader: Identity, is_reaped: bool = False, is_scattered: bool = False) -> None:
+    def __init__(self, name: str, leader: Identity) -> None:
         self.name = name
         self.leader = leader
-        self.is_reaped = is_reaped
+        self.is_reaped = False
         """The leader was waited for: from then on its id may be given to another process."""
-        self.is_scattered = is_scattered
+        self.is_scattered = False
         """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
         self.known: Set[Identity] = set()
         """Everything that was ever seen to belong to it and was alive at the last look."""

@@ -388,12 +388,12 @@ def allow_open_files(wanted: int) -> int:
     return reached
 
 
-def user_name(uid: Optional[int] = None) -> str:
-    """Return the name of a user, by default of this process's; empty: it has none, as in some containers."""
+def user_name() -> str:
+    """Return the name of this process's user; empty: it has none, as in some containers."""
     import pwd
 
     try:
-        return pwd.getpwuid(os.geteuid() if uid is None else uid).pw_name
+        return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return ""
 

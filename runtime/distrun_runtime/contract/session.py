@@ -167,13 +167,12 @@ class Session:
     `connect` begins each connection, `cut` ends it.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self) -> None:
         self.received = 0
         """Number of the last frame that came."""
         self.is_connected = False
         self.is_resumed = False
         """The connection is not the session's first, and the other side has said what it has."""
-        self._limit = limit
         self._decoder = Decoder()
         self._connections = 0
         self._is_resume_due = False
@@ -298,11 +297,11 @@ class Session:
 
     def _keep(self, header: Dict[str, Any], body: bytes) -> _Kept:
         data = encode(dict(header, seq=self._number + 1), body)
-        if self.held + len(data) > self._limit:
+        if self.held + len(data) > LIMIT:
             count = len(self._sent) + len(self._unsent)
             raise WireError(
                 f"the other side does not say that it has what was sent: {self.held} bytes in {count} frames are kept,"
-                f" and {header['type']!r} with {len(data)} more is over the limit of {self._limit}"
+                f" and {header['type']!r} with {len(data)} more is over the limit of {LIMIT}"
             )
         self._number += 1
         self.held += len(data)

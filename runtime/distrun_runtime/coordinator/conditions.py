@@ -60,7 +60,7 @@ LIMIT = 16 * 1024 * 1024
 VALUES_BYTES = 2048
 """What scripts report may take of a line; if it takes more, only the loss is kept."""
 _ROOM_OF_NOTE = 200
-_ROOM_OF_COUNTS = 64
+_ROOM_OF_COUNTS = 100
 
 Rows = Iterable[Tuple[str, Mapping[str, Any]]]
 
@@ -68,8 +68,8 @@ Rows = Iterable[Tuple[str, Mapping[str, Any]]]
 class MinuteLines:
     """The lines of one job's file, and how much of it is full."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._left = limit - _ROOM_OF_NOTE
+    def __init__(self) -> None:
+        self._left = LIMIT - _ROOM_OF_NOTE
         self._is_full = False
 
     def line(self, time: str, job: Mapping[str, Any], hosts: Rows, tasks: Rows) -> str:
@@ -91,25 +91,23 @@ class MinuteLines:
 
 
 def _line(found: Dict[str, Any], hosts: Rows, tasks: Rows) -> str:
-    head = _text(found)
-    room = LINE - 1 - len(head) - _ROOM_OF_COUNTS
+    room = LINE - 1 - len(_text(found)) - _ROOM_OF_COUNTS
     if room < 0:
         return _text({name: found[name] for name in ("schema", "time")})
-    pieces = [head[:-1]]
     for kind, rows in (("tasks", tasks), ("hosts", hosts)):
-        texts, left = [], 0
+        kept: Dict[str, Any] = {}
+        left = 0
         for name, each in rows:
-            text = f"{json.dumps(name)}:{_text(each)}"
-            if left or len(text) + 1 > room - len(kind) - 8:
+            size = len(_text({name: each}))  # its braces stand for a comma
+            if left or size > room:
                 left += 1
             else:
-                texts.append(text)
-                room -= len(text) + 1
-        room -= len(kind) + 8
-        pieces.append(f',"{kind}":{{{",".join(texts)}}}')
+                kept[name] = each
+                room -= size
+        found[kind] = kept
         if left:
-            pieces.append(f',"{kind}_left_out":{left}')
-    return "".join(pieces) + "}"
+            found[f"{kind}_left_out"] = left
+    return _text(found)
 
 
 def _text(value: Mapping[str, Any]) -> str:
@@ -307,13 +305,15 @@ class ConditionChange(NamedTuple):
 class _Watched:
     """What is known of one worker."""
 
-    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used")
+    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used", "wait")
 
     def __init__(self, now: float) -> None:
         self.alive_at = now
         """When it last gave a sign of life."""
         self.signs: Tuple[Optional[float], ...] = ()
         """What changes with every sign of life."""
+        self.wait: Optional[Wait] = None
+        """What it waits for."""
         self.behind: Dict[str, str] = {}
         """For each server whose rounds it holds up: how."""
         self.condition = ""
@@ -349,7 +349,6 @@ class Conditions:
     def __init__(self, stall_after_s: float) -> None:
         self._stall_after_s = stall_after_s
         self._watched: Dict[str, _Watched] = {}
-        self._waits: Dict[str, Wait] = {}
         self._budget = TOLD_A_MINUTE
         self._minute = 0.0
 
@@ -372,9 +371,8 @@ class Conditions:
         if task.wait is not None or works or signs != watched.signs:
             watched.alive_at = now
         watched.signs = signs
-        watched.lived = now
+        watched.lived, watched.wait = now, task.wait
         if task.wait is not None:
-            self._waits[task.name] = task.wait
             watched.condition = facts.WAITING
         elif self._stall_after_s and now - watched.alive_at >= self._stall_after_s:
             watched.condition = facts.STALLED
@@ -399,7 +397,6 @@ class Conditions:
     def end(self, task: str) -> List[ConditionChange]:
         """Record the end of a task; return the changes to report."""
         watched = self._watched.pop(task, None)
-        self._waits.pop(task, None)
         for each in self._watched.values():
             each.keep_up(task)
         return [ConditionChange(task, "", "it has ended")] if watched is not None and watched.told else []
@@ -417,8 +414,8 @@ class Conditions:
         return watched is not None and watched.condition == facts.STALLED
 
     def _why(self, task: TaskNumbers, watched: _Watched) -> str:
-        if watched.condition == facts.WAITING:
-            return _waits(self._waits[task.name], task.stamp)
+        if watched.wait is not None:
+            return _waits(watched.wait, task.stamp)
         if watched.condition == facts.STALLED:
             silent_s = watched.lived - watched.alive_at
             return f"no output, report, store call, disk or CPU for {duration(round(silent_s))}"
@@ -427,7 +424,7 @@ class Conditions:
 
     def _told(self, task: TaskNumbers, watched: _Watched, now: float) -> List[ConditionChange]:
         condition = watched.condition
-        if condition == facts.WAITING and task.stamp - self._waits[task.name].since < TOLD_WAIT_S:
+        if watched.wait is not None and task.stamp - watched.wait.since < TOLD_WAIT_S:
             condition = ""
         if condition == watched.told or not self._may_tell(condition, now):
             return []

@@ -149,9 +149,9 @@ def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Ser
     except Exception as err:
         told = control.failure(err)
         sys.stderr.write(told.trace)
-        service.fail(told)
+        service.finish(told)
         return facts.EXIT_INTERNAL
-    service.finish(folder.outcome_json(folder.explained(outcome)))
+    service.finish(control.JobEnded(folder.outcome_json(folder.explained(outcome))))
     return 0
 
 

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import struct
+import sys
 import time
 from pathlib import Path
 from typing import BinaryIO, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
@@ -104,14 +105,14 @@ class IndexWriter:
 
     Arguments:
         folder: the job's `logs`.
-        limit: bytes of the index after which it is rotated; one older file is kept. 0: never. May be changed.
     """
 
-    def __init__(self, folder: Path, limit: int = 0, write: Callable[[int, memoryview], int] = os.write) -> None:
+    def __init__(self, folder: Path, write: Callable[[int, memoryview], int] = os.write) -> None:
         self.path = folder / NAME
         self.error = ""
         """Why the last flush failed; empty: it did not."""
-        self.limit = limit
+        self.limit = 0
+        """Bytes of the index after which it is rotated; one older file is kept. 0: never. May be changed."""
         self._write = write
         self._fd: Optional[int] = None
         self._size = 0
@@ -285,8 +286,9 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: Optional[BinaryIO] = None
+        """The current one, or a rotated one while that is read."""
         self._base = 0
-        """Where `_file` begins."""
+        """Where it begins."""
         self._block_at = 0
         self._block = b""
 
@@ -298,14 +300,12 @@ class LogFile:
         start = at - self._block_at
         if 0 <= start < len(self._block) and start + size <= len(self._block):
             return self._block[start : start + size]
-        if self._file is None:
-            self._open()
-        if at < self._base:
-            return self._read_rotated(at, size)
-        data = self._read_current(at, size)
-        if not data and self._is_replaced():
-            self._open()
-            return self._read_rotated(at, size) if at < self._base else self._read_current(at, size)
+        if self._file is None or at < self._base:
+            self._open(at)
+        data = self._read(at, size)
+        if not data and self._is_replaced():  # rotated: what follows is in the next file
+            self._open(at)
+            data = self._read(at, size)
         return data
 
     def begin(self) -> int:
@@ -316,7 +316,7 @@ class LogFile:
     def end(self) -> int:
         """Return the offset past the last byte."""
         if self._file is None or self._is_replaced():
-            self._open()
+            self._open(sys.maxsize)
         return self._base + (os.fstat(self._file.fileno()).st_size if self._file is not None else 0)
 
     def close(self) -> None:
@@ -325,55 +325,38 @@ class LogFile:
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
-        """Open the current file, and find out where it begins: it may be rotated meanwhile."""
-        self.close()
+    def _open(self, at: int) -> None:
+        """Open the file that has offset `at`, the current one past all others, and find out where it begins."""
         for _ in range(_TRIES):
-            base = self._newest_end()
-            try:
-                self._file = stored.opened(self.path)
-            except FileNotFoundError:
-                self._file = None
-            if self._newest_end() == base:
-                self._base = base
-                return
             self.close()
-
-    def _newest_end(self) -> int:
-        return max([end for end, _ in rotated(self.path)], default=0)
+            older = rotated(self.path)
+            end, path = next((each for each in older if each[0] > at), (0, self.path))
+            with contextlib.suppress(FileNotFoundError):
+                self._file = stored.opened(path)
+            if end and self._file is not None:
+                self._base = end - os.fstat(self._file.fileno()).st_size
+                return
+            if not end and rotated(self.path) == older:  # it was not rotated meanwhile
+                self._base = older[-1][0] if older else 0
+                return
 
     def _is_replaced(self) -> bool:
+        """Whether the open file is not the current one, or not any more."""
         try:
             now = os.stat(str(self.path))
         except OSError:
-            return False
+            return True
         if self._file is None:
             return True
         mine = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino)
 
-    def _read_current(self, at: int, size: int) -> bytes:
-        if self._file is None:
+    def _read(self, at: int, size: int) -> bytes:
+        if self._file is None or at < self._base:
             return b""
         data = os.pread(self._file.fileno(), max(size, _BLOCK), at - self._base)
         self._block_at, self._block = at, data
         return data[:size]
-
-    def _read_rotated(self, at: int, size: int) -> bytes:
-        for end, path in rotated(self.path):
-            if at >= end:
-                continue
-            try:
-                with stored.opened(path) as file:
-                    start = at - (end - os.fstat(file.fileno()).st_size)
-                    if start < 0:
-                        return b""
-                    data = os.pread(file.fileno(), max(size, _BLOCK), start)
-            except FileNotFoundError:
-                return b""
-            self._block_at, self._block = at, data
-            return data[:size]
-        return b""
 
 
 INDEX_BYTES = 8 * 1024 * 1024

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import field
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import metrics as contract
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Plan
 
 MEMORY = 64 * 1024 * 1024
@@ -110,21 +112,20 @@ class Wait(NamedTuple):
     """By its host's clock."""
 
 
+@dataclass
 class StoreNumbers:
     """What a server or scheduler has counted."""
 
-    __slots__ = ("device", "device_why", "gauges", "lags", "rates", "time", "totals")
-
-    def __init__(self) -> None:
-        self.time: Optional[float] = None
-        """When it was said, by its host's clock."""
-        self.totals: Numbers = {}
-        self.rates: Numbers = {}
-        self.gauges: Numbers = {}
-        self.device = self.device_why = ""
-        """Where a server's arrays are, such as `gpu:0`, and why not on a GPU."""
-        self.lags: Dict[str, Tuple[float, float, float, float]] = {}
-        """By rank: last lag, rounds of the last 20 in which it came last, median lag, median round; seconds."""
+    time: Optional[float] = None
+    """When it was said, by its host's clock."""
+    totals: Numbers = field(default_factory=dict)
+    rates: Numbers = field(default_factory=dict)
+    gauges: Numbers = field(default_factory=dict)
+    device: str = ""
+    device_why: str = ""
+    """Where a server's arrays are, such as `gpu:0`, and why not on a GPU."""
+    lags: Dict[str, Tuple[float, float, float, float]] = field(default_factory=dict)
+    """By rank: last lag, rounds of the last 20 in which it came last, median lag, median round; seconds."""
 
     def take(self, value: Mapping[str, Any], passed_s: Optional[float]) -> None:
         """Note counters; `passed_s`: by the agent's clock, since the last ones."""
@@ -154,23 +155,21 @@ class StoreNumbers:
         return {rank: plain(lag[2]) for rank, lag in largest}
 
 
+@dataclass
 class HostNumbers:
     """The last numbers of a host."""
 
-    __slots__ = ("clock", "gpus", "heard", "offsets", "rates", "totals", "values")
-
-    def __init__(self) -> None:
-        self.clock: Optional[float] = None
-        """The agent's, at its last frame."""
-        self.heard = 0.0
-        """`now` of its last frame."""
-        self.values: Numbers = {}
-        self.totals: Numbers = {}
-        self.rates: Numbers = {}
-        """Of `cpu_s`: cores that are busy."""
-        self.gpus: List[Dict[str, Any]] = []
-        self.offsets: List[float] = []
-        """By how much its clock was ahead of ours, as its last frames say: each is too small by what the frame took."""
+    clock: Optional[float] = None
+    """The agent's, at its last frame."""
+    heard: float = 0.0
+    """`now` of its last frame."""
+    values: Numbers = field(default_factory=dict)
+    totals: Numbers = field(default_factory=dict)
+    rates: Numbers = field(default_factory=dict)
+    """Of `cpu_s`: cores that are busy."""
+    gpus: List[Dict[str, Any]] = field(default_factory=list)
+    offsets: List[float] = field(default_factory=list)
+    """By how much its clock was ahead of ours, as its last frames say: each is too small by what the frame took."""
 
     def take(self, value: Mapping[str, Any], passed_s: Optional[float]) -> None:
         """Note what an agent says of its host."""
@@ -191,64 +190,41 @@ class HostNumbers:
         return found
 
 
+@dataclass
 class TaskNumbers:
     """The last numbers of a task."""
 
-    __slots__ = (
-        "_cpu_s",
-        "calls",
-        "clock",
-        "cpu",
-        "disk_clock",
-        "gpu",
-        "gpu_mem",
-        "host",
-        "limit",
-        "name",
-        "output_at",
-        "processes",
-        "rank",
-        "read",
-        "read_bytes",
-        "report",
-        "role",
-        "row",
-        "rss",
-        "stamp",
-        "store",
-        "wait",
-        "write",
-        "written_bytes",
-    )
-
-    def __init__(self, name: str, role: str, rank: int, host: str, row: int) -> None:
-        self.name, self.role, self.rank, self.host, self.row = name, role, rank, host, row
-        self.forget()
-
-    def forget(self) -> None:
-        """Know nothing any more: it has ended."""
-        self.clock: Optional[float] = None
-        """The agent's, at its last frame; None: it does not run, as far as is known."""
-        self.stamp = 0.0
-        """The wall clock of its host, at its last frame."""
-        self.cpu: Optional[float] = None
-        """Cores that it uses."""
-        self.read: Optional[float] = None
-        self.write: Optional[float] = None
-        """Bytes a second."""
-        self.disk_clock: Optional[float] = None
-        """The agent's, when it last told of the disks."""
-        self.rss = self.limit = self.processes = self.gpu = self.gpu_mem = self.output_at = self._none()
-        self._cpu_s = self.read_bytes = self.written_bytes = self._none()
-        self.calls = self._none()
-        """Calls of the store that it has begun."""
-        self.report: Optional[Report] = None
-        self.wait: Optional[Wait] = None
-        self.store: Optional[StoreNumbers] = None
-
-    @staticmethod
-    def _none() -> Optional[float]:
-        return None
+    name: str
+    role: str
+    rank: int
+    host: str
+    row: int
+    """Of its means."""
+    clock: Optional[float] = None
+    """The agent's, at its last frame; None: it does not run, as far as is known."""
+    stamp: float = 0.0
+    """The wall clock of its host, at its last frame."""
+    cpu_s: Optional[float] = None
+    cpu: Optional[float] = None
+    """Cores that it uses."""
+    disk_clock: Optional[float] = None
+    """The agent's, when it last told of the disks."""
+    read_bytes: Optional[float] = None
+    written_bytes: Optional[float] = None
+    read: Optional[float] = None
+    write: Optional[float] = None
+    """Bytes a second."""
+    rss: Optional[float] = None
+    limit: Optional[float] = None
+    processes: Optional[float] = None
+    gpu: Optional[float] = None
+    gpu_mem: Optional[float] = None
+    output_at: Optional[float] = None
+    calls: Optional[float] = None
+    """Calls of the store that it has begun."""
+    report: Optional[Report] = None
+    wait: Optional[Wait] = None
+    store: Optional[StoreNumbers] = None
 
     def take(self, value: Mapping[str, Any], clock: float, stamp: float, names: int) -> None:
         """Note what an agent says of its task. `names`: values of a report that are kept."""
@@ -256,7 +232,7 @@ class TaskNumbers:
         self.clock, self.stamp = clock, stamp
         get = value.get
         cpu_s, read, written = number(get("cpu_s")), number(get("read")), number(get("write"))
-        self.cpu, self._cpu_s = rate(self._cpu_s, cpu_s, passed_s), cpu_s
+        self.cpu, self.cpu_s = rate(self.cpu_s, cpu_s, passed_s), cpu_s
         if read is not None or written is not None:  # agents tell them less often than the rest
             disk_s = None if self.disk_clock is None else clock - self.disk_clock
             self.disk_clock = clock
@@ -338,7 +314,7 @@ class JobMetrics:
                 found.append(task)
         for name in self._running.get(place, ()):
             if name not in told:
-                self.tasks[name].forget()
+                self.end(name)
         self._running[place] = tuple(task.name for task in found)
         return found
 
@@ -363,8 +339,9 @@ class JobMetrics:
 
     def end(self, task: str) -> None:
         """Note that a task has ended."""
-        if task in self.tasks:
-            self.tasks[task].forget()
+        known = self.tasks.get(task)
+        if known is not None:
+            self.tasks[task] = TaskNumbers(known.name, known.role, known.rank, known.host, known.row)
 
     @property
     def running(self) -> Iterable[TaskNumbers]:

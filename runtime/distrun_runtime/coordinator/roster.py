@@ -34,7 +34,6 @@ class HostState:
     is_ready: bool = False
     """It has done what it was asked to do before tasks can start: `begin` or, later, `settle`."""
     is_gone: bool = False
-    said_bye: bool = False
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False

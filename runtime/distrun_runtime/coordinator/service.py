@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple, Union
 
 from distrun_runtime.contract import control, facts, private, process, session
 from distrun_runtime.contract.agent_messages import TasksSignal
@@ -198,15 +198,8 @@ class Service:
                 self._snapshot = functools.lru_cache(maxsize=None)(lambda: control.encode(control.JobNumbers(value)))
                 self._wake()
 
-    def finish(self, outcome: Mapping[str, Any]) -> None:
-        """Send the job's outcome, as JSON-able values; nothing is sent after it."""
-        self._end(control.JobEnded(outcome))
-
-    def fail(self, error: control.CoordinatorFailed) -> None:
-        """Send why there is no outcome."""
-        self._end(error)
-
-    def _end(self, message: Any) -> None:
+    def finish(self, message: Union[control.JobEnded, control.CoordinatorFailed]) -> None:
+        """Send the job's outcome, or why there is none; nothing is sent after it."""
         with self._changed:
             self._last = control.encode(message)
             self._has_output = True  # no client gets it before all output

@@ -12,7 +12,7 @@ import re
 import reprlib
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
+from typing import Any, BinaryIO, Callable, Dict, List, Mapping, NamedTuple, Union
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import seconds
@@ -78,7 +78,8 @@ NAME = MemberType(
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"scheduler|[a-z]+-\d{1,9}", value)),
 )
 
-Members = Mapping[str, MemberType]
+Members = Mapping[str, Union[MemberType, "Members", List["Members"]]]
+"""What the members of an object have to be: of a type, an object or null, or a list of objects."""
 
 REQUEST: Members = {
     **{"id": TEXT, "time": TIME, "name": TEXT, "labels": TEXTS, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
@@ -125,10 +126,7 @@ STATE: Members = {
     "exit_code": optional(COUNT),
     "reason": optional(one_of(*facts.REASONS)),
     "message": optional(WORDS),
-}
-OUTCOME: Members = {
-    **{"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": WORDS},
-    "culprit": optional(MemberType("an object", lambda value: isinstance(value, dict))),
+    "tasks": [TASK],
 }
 CULPRIT: Members = {
     **{"task": TEXT, "host": TEXT, "code": optional(COUNT), "signal": optional(TEXT), "time": TIME, "reason": WORDS},
@@ -136,10 +134,9 @@ CULPRIT: Members = {
 }
 PROBLEM: Members = {"host": TEXT, "kind": TEXT, "text": WORDS, "fix": WORDS}
 SURVIVOR: Members = {"what": WORDS, "host": TEXT}
-PLAN: Members = {
-    **dict.fromkeys(("job", "name", "backend", "cwd", "on_eof", "interface", "subnet", "activate"), TEXT),
-    "command": TEXTS,
-    "unset": TEXTS,
+OUTCOME: Members = {
+    **{"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": WORDS},
+    **{"culprit": CULPRIT, "tasks": [TASK], "problems": [PROBLEM], "survivors": [SURVIVOR]},
 }
 PLAN_HOST: Members = {"name": TEXT, "address": TEXT, "ports": TEXTS, "reach": PAIRS, "interface": TEXT}
 PLAN_TASK: Members = {
@@ -147,6 +144,18 @@ PLAN_TASK: Members = {
     **{"env": PAIRS, "refs": PAIRS, "secret_env": TEXTS, "needs": TEXTS},
 }
 PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
+LIMITS = MemberType(
+    "numbers from 0",
+    lambda value: (
+        isinstance(value, dict) and all(each is None or (_is_number(each) and each >= 0) for each in value.values())
+    ),
+)
+PLAN: Members = {
+    **dict.fromkeys(("job", "name", "backend", "cwd", "on_eof", "interface", "subnet", "activate"), TEXT),
+    **{"command": TEXTS, "unset": TEXTS, "hosts": [PLAN_HOST], "tasks": [PLAN_TASK], "limits": LIMITS},
+    "sync": PLAN_SYNC,
+}
+"""As far as a reader relies on it."""
 
 
 def damaged(path: Path, what: str) -> JobStoreError:
@@ -211,44 +220,26 @@ def check(path: Path, value: Any, members: Members, where: str = "") -> None:
     for name, kind in members.items():
         if name not in value:
             raise damaged(path, f"{where}{name} is missing")
-        if not kind.fits(value[name]):
-            found = reprlib.repr(value[name])
-            raise damaged(path, f"{where}{name}: expected {kind.words}, found {found}")
+        member, inner = value[name], where + name
+        if isinstance(kind, list):
+            _check_list(path, member, kind[0], inner)
+        elif isinstance(kind, MemberType):
+            if not kind.fits(member):
+                raise damaged(path, f"{inner}: expected {kind.words}, found {reprlib.repr(member)}")
+        elif isinstance(member, dict):
+            check(path, member, kind, inner + ".")
+        elif member is not None:
+            raise damaged(path, f"{inner}: expected an object or null, found {reprlib.repr(member)}")
 
 
-def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members) -> None:
-    """Check the objects in the list `name`; their names, if they have some, must differ. Raises JobStoreError."""
-    if not isinstance(value.get(name), list):
-        raise damaged(path, f"{name}: expected a list, found {reprlib.repr(value.get(name))}")
+def _check_list(path: Path, value: Any, members: Members, where: str) -> None:
+    """Check a list of objects; their names, if they have some, must differ."""
+    if not isinstance(value, list):
+        raise damaged(path, f"{where}: expected a list, found {reprlib.repr(value)}")
     seen = set()
-    for number, each in enumerate(value[name]):
-        check(path, each, members, f"{name}[{number}].")
+    for number, each in enumerate(value):
+        check(path, each, members, f"{where}[{number}].")
         if "name" in members:
             if each["name"] in seen:
-                raise damaged(path, f"{name}[{number}].name: {each['name']} is there twice")
+                raise damaged(path, f"{where}[{number}].name: {each['name']} is there twice")
             seen.add(each["name"])
-
-
-def check_outcome(path: Path, value: Mapping[str, Any]) -> None:
-    """Check the objects in outcome.json. Raises JobStoreError."""
-    if value["culprit"] is not None:
-        check(path, value["culprit"], CULPRIT, "culprit.")
-    for name, members in (("tasks", TASK), ("problems", PROBLEM), ("survivors", SURVIVOR)):
-        check_list(path, value, name, members)
-
-
-def check_plan(path: Path, value: Mapping[str, Any]) -> None:
-    """Check the objects in plan.json, as far as a reader relies on them. Raises JobStoreError."""
-    check_list(path, value, "hosts", PLAN_HOST)
-    check_list(path, value, "tasks", PLAN_TASK)
-    hosts = {host["name"] for host in value["hosts"]}
-    stray = [task["name"] for task in value["tasks"] if task["host"] not in hosts]
-    if not hosts or stray:
-        raise damaged(path, f"no host {('is there' if not hosts else f'of hosts has task {stray[0]}')}")
-    limits = value.get("limits")
-    if not isinstance(limits, dict) or not all(
-        each is None or (_is_number(each) and each >= 0) for each in limits.values()
-    ):
-        raise damaged(path, f"limits: expected numbers from 0, found {reprlib.repr(limits)}")
-    if value.get("sync") is not None:
-        check(path, value["sync"], PLAN_SYNC, "sync.")

@@ -523,7 +523,6 @@ class Supervisor:
 
     def _on_bye(self, event: agent_messages.Bye) -> None:
         host = self.roster.hosts[event.host]
-        host.said_bye = True
         if host.ended_at is None:
             times = (task.ended or task.started or 0.0 for task in self.roster.on_host(event.host))
             self._on_lost(messages.AgentLost(event.host, "its agent left", max(times, default=0.0)))

@@ -60,11 +60,11 @@ def test_what_is_no_list_of_gpus_has_none(text: str) -> None:
 class Driver:
     """A helper, and what an agent's loop does for it; time is what the test says."""
 
-    def __init__(self, folder: Path, *pythons: str, **limits: float) -> None:
+    def __init__(self, folder: Path, *pythons: str) -> None:
         self.selector = selectors.PollSelector()
         self.folder = folder
         env = {b"PATH": os.fsencode(f"{folder}:/usr/bin:/bin"), b"DISTRUN_TEST": b"1"}
-        self.helper = Helper(self.selector, [os.fsencode(each) for each in pythons], env, str(folder), **limits)
+        self.helper = Helper(self.selector, [os.fsencode(each) for each in pythons], env, str(folder))
         self.now = 0.0
 
     def want(self, what: str, every_s: float = 5.0) -> None:
@@ -102,8 +102,8 @@ class Driver:
 def made(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     drivers: list[Driver] = []
 
-    def make(*pythons: str, **limits: float) -> Driver:
-        drivers.append(Driver(tmp_path, *pythons, **limits))
+    def make(*pythons: str) -> Driver:
+        drivers.append(Driver(tmp_path, *pythons))
         return drivers[-1]
 
     yield make
@@ -160,7 +160,7 @@ def test_a_host_without_gpus_says_so(made: Callable[..., Driver]) -> None:
 def test_a_helper_that_hangs_is_killed_and_another_goes_on_without_that_question(
     made: Callable[..., Driver], tmp_path: Path
 ) -> None:
-    driver = made(answer_s=10.0, restart_s=60.0)
+    driver = made()
     driver.smi(f"echo $$ >{tmp_path}/started; exec sleep 600\n")
     driver.want("gpus")
     driver.want("disk")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime.agent import tasks
@@ -98,13 +98,19 @@ def whole(spool: StreamSpool, offset: int, limit: int = 7) -> bytes:
     return data
 
 
-@settings(max_examples=50)
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "SEGMENT_BYTES", 10)
+
+
+@pytest.mark.usefixtures("small_segments")
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.binary(min_size=1, max_size=30), max_size=12), st.integers(0, 200), st.booleans())
 def test_bytes_come_back_at_their_offsets(pieces: list[bytes], cut: int, on_disk: bool) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        spool = StreamSpool(os.path.join(folder, "x" if on_disk else "missing/x"), segment_bytes=16)
+        spool = StreamSpool(os.path.join(folder, "x" if on_disk else "missing/x"))
         for piece in pieces:
             spool.append(piece)
         data = b"".join(pieces)
@@ -118,8 +124,9 @@ def test_bytes_come_back_at_their_offsets(pieces: list[bytes], cut: int, on_disk
         assert os.listdir(folder) == []
 
 
+@pytest.mark.usefixtures("small_segments")
 def test_acknowledged_segments_are_given_back_to_the_disk(tmp_path: Path) -> None:
-    spool = StreamSpool(str(tmp_path / "x"), segment_bytes=10)
+    spool = StreamSpool(str(tmp_path / "x"))
     spool.append(b"a" * 35)
     assert len(list(tmp_path.iterdir())) == 4
     spool.forget(20)
@@ -132,8 +139,12 @@ def test_acknowledged_segments_are_given_back_to_the_disk(tmp_path: Path) -> Non
     spool.close()
 
 
-def test_a_stream_of_which_too_much_waits_is_full_until_some_is_taken(tmp_path: Path) -> None:
-    spool = StreamSpool(str(tmp_path / "x"), segment_bytes=10, spool_bytes=30)
+@pytest.mark.usefixtures("small_segments")
+def test_a_stream_of_which_too_much_waits_is_full_until_some_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "SPOOL_BYTES", 30)
+    spool = StreamSpool(str(tmp_path / "x"))
     spool.append(b"a" * 29)
     assert not spool.is_full
     spool.append(b"b")
@@ -144,7 +155,8 @@ def test_a_stream_of_which_too_much_waits_is_full_until_some_is_taken(tmp_path: 
 
 
 def test_full_disk_sends_the_stream_to_memory_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = StreamSpool(str(tmp_path / "x"), memory_bytes=10)
+    monkeypatch.setattr(tasks, "MEMORY_BYTES", 10)
+    spool = StreamSpool(str(tmp_path / "x"))
     spool.append(b"on disk ")
 
     def full(*_: object) -> int:

@@ -24,8 +24,10 @@ def row(pid: int, ppid: int, pgid: int = 0, sid: int = 0, state: str = "S", star
     return Process(pid, ppid, pgid or pid, sid or pgid or pid, start or "s%d" % pid, state)
 
 
-def processes(name: str, pid: int, **more: bool) -> TaskProcesses:
-    return TaskProcesses(name, Identity(pid, "s%d" % pid), **more)
+def processes(name: str, pid: int, is_reaped: bool = False, is_scattered: bool = False) -> TaskProcesses:
+    found = TaskProcesses(name, Identity(pid, "s%d" % pid))
+    found.is_reaped, found.is_scattered = is_reaped, is_scattered
+    return found
 
 
 def owned(

@@ -201,7 +201,7 @@ def report(numbers: int) -> dict[str, Any]:
     return {"step": 1, "values": {f"n{at}": at for at in range(numbers)}}
 
 
-def test_the_longest_reports_lose_their_values_if_a_frame_would_be_too_long() -> None:
+def test_the_longest_reports_lose_their_values_if_a_frame_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
         "server-0": {"counters": {"role": "server", "values": {"keys": 3}, "lags": {"0": [1.0]}}},
         "worker-0": {"report": report(3), "waiting": {"for": ["server-0"]}},
@@ -209,10 +209,12 @@ def test_the_longest_reports_lose_their_values_if_a_frame_would_be_too_long() ->
     }
     sizes = {("server-0", "counters"): 3000, ("worker-0", "report"): 90, ("worker-1", "report"): 500}
     assert frames.fitting(said, sizes) is said
-    cut = frames.fitting(said, sizes, 2500)
+    monkeypatch.setattr(frames, "FRAME_BYTES", 2500)
+    cut = frames.fitting(said, sizes)
     assert cut["server-0"] == {"counters": {"role": "server"}}
     assert cut["worker-1"] == said["worker-1"]
-    cut = frames.fitting(said, sizes, 1700)
+    monkeypatch.setattr(frames, "FRAME_BYTES", 1700)
+    cut = frames.fitting(said, sizes)
     assert cut["worker-1"] == {"report": {"step": 1}}
     assert cut["worker-0"] == said["worker-0"]
     assert "values" in said["worker-1"]["report"], "what was kept is as it was"

@@ -296,7 +296,7 @@ def test_what_an_access_list_lets_others_write_is_not_private(tmp_path: Path, mo
 
 
 def test_names_of_users_and_groups_are_told() -> None:
-    assert process.user_name(0) == pwd.getpwuid(0).pw_name
+    assert process.user_name() == pwd.getpwuid(os.geteuid()).pw_name
     assert folder._group(0) == grp.getgrgid(0).gr_name
 
 

@@ -236,8 +236,11 @@ def test_the_other_side_hears_that_a_source_cannot_be_read_on() -> None:
     assert second.body == b"next"
 
 
-def test_what_the_other_side_does_not_take_is_kept_up_to_a_limit_that_the_error_names() -> None:
-    end = Session(limit=1000)
+def test_what_the_other_side_does_not_take_is_kept_up_to_a_limit_that_the_error_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "LIMIT", 1000)
+    end = Session()
     end.connect()
     end.say({"type": "output"}, bytes(600))
     end.next()

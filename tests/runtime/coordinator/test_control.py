@@ -458,7 +458,7 @@ def test_the_outcome_comes_after_all_output_and_ends_the_connection(job: Job) ->
     client.subscribe(output={"cursor": 0})
     for number in range(50):
         job.prints(b"%d\n" % number)
-    job.service.finish({"exit_code": 3})
+    job.service.finish(frames.JobEnded({"exit_code": 3}))
     *output, last = client.rest()
     assert b"".join(frame.body for frame in output) == b"".join(b"%d\n" % number for number in range(50))
     assert last.header == {"type": "outcome", "outcome": {"exit_code": 3}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import schemas
 from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
@@ -182,8 +183,9 @@ def test_a_job_whose_totals_alone_fill_a_line_keeps_their_time() -> None:
     assert set(json.loads(line)) == {"schema", "time"}
 
 
-def test_a_full_file_ends_with_a_note() -> None:
-    lines = conditions.MinuteLines(limit=1000)
+def test_a_full_file_ends_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "LIMIT", 1000)
+    lines = conditions.MinuteLines()
     kept = [lines.line("2026-01-31T12:00:00.000Z", {"cpu": number}, [], []) for number in range(50)]
     *samples, note = [line for line in kept if line]
     assert sum(len(line) + 1 for line in (*samples, note)) <= 1000

@@ -13,6 +13,7 @@ import pytest
 from serviceclient import LIMIT_S, ServiceClient
 
 from distrun_runtime.contract import session
+from distrun_runtime.contract.control import JobEnded
 from distrun_runtime.coordinator import clients, service
 from distrun_runtime.coordinator.service import Service
 
@@ -38,7 +39,7 @@ def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, Servic
     connection, client = pair
     connection.output("worker-0", "h1", "out", b"hello\n", 0)
     connection.say("2 hosts are up", "info")
-    connection.finish({"exit_code": 3})
+    connection.finish(JobEnded({"exit_code": 3}))
     connection.close()
     first, second, third = client.rest()
     names = {"task": "worker-0", "host": "h1", "stream": "out", "at": 0, "length": 6}
@@ -115,7 +116,7 @@ def test_after_the_outcome_the_end_of_the_client_is_no_hangup(
     pair: tuple[Service, ServiceClient], signals: list[str]
 ) -> None:
     connection, client = pair
-    connection.finish({})
+    connection.finish(JobEnded({}))
     connection.close()
     client.socket.close()
     assert signals == []
