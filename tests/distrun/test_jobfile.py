@@ -136,6 +136,11 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ("[worker.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it above all tables;"),
         ("[profile.x.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it into [profile.x];"),
         ("[profile.x.worker.env]\ncores = 2", "job.toml:2:1: cores is an option: move it into [profile.x.worker];"),
+        (
+            "[slurm]\nargs = 'x'\nworkers = 2",
+            "job.toml:3:1: workers is an option: move it above all tables\n  workers = 2\n  ^",
+        ),
+        ("[slurm]\nsync_dst_dir = '~/x'", "job.toml:2:1: sync_dst_dir is an option: move it above all tables\n"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_was_meant(text: str, message: str) -> None:
@@ -162,6 +167,18 @@ def test_an_engines_section_is_texts_and_only_in_the_users_file() -> None:
     found = jobfile.parse(text, "job.toml", FOLDER, engines=lambda: ["slurm", "sge"])
     assert found.engines == {"slurm": {"args": "--comment=50%", "shared_folders": "yes", "x": "3"}}
     assert "args: expected a text, found [1]" in wrong("[slurm]\nargs = [1]", engines=lambda: ["slurm"])
+
+
+@pytest.mark.parametrize("key", ["workers", "timeout", "hosts", "queue", "command"])
+def test_an_option_in_an_engines_section_is_refused_with_its_place(key: str) -> None:
+    told = wrong(f"[slurm]\nargs = 'x'\n{key} = 'y'", engines=lambda: ["slurm"])
+    assert f"job.toml:3:1: {key} is an option: move it above all tables\n" in told
+
+
+@pytest.mark.parametrize("key", ["python", "shell", "pe", "image", "mpirun", "gpu_resource"])
+def test_what_an_engines_section_takes_and_is_called_as_an_option_is_taken(key: str) -> None:
+    found = jobfile.parse(f"[slurm]\n{key} = 'y'", "job.toml", FOLDER, engines=lambda: ["slurm"])
+    assert found.engines == {"slurm": {key: "y"}}
 
 
 def test_tables_of_other_tools_in_pyproject_toml_are_none_of_ours() -> None:
