@@ -19,7 +19,7 @@ from distrun.cli.common import job_and_tasks, my_jobs, say, takes
 from distrun.cli.console import can_draw, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
-from distrun.formats import number_of, point_in_time
+from distrun.formats import point_in_time
 from distrun.formats import size as size_text
 from distrun.jobs import ForwardedOutput, Job, RecordedOutput
 from distrun.options import count
@@ -187,6 +187,8 @@ class Replay:
 
 POLL_S = 0.1
 READ_SIZE = 256 * 1024
+SHOWN = 8
+"""Tasks that are named, at most."""
 MOST_LINES = 1_000_000_000
 WARM_BYTES = 256 * 1024
 """Output before the first that is shown that is looked at: lines may have begun there."""
@@ -223,10 +225,7 @@ def logs(
     """
     found, tasks = job_and_tasks(my_jobs(), job, tasks)
     folder = found.refresh().folder
-    if found.is_over and not found.tasks:
-        _tell_unstarted(found, [])
-        return 0
-    rows = found.choose(tasks)
+    rows = [] if found.is_over and not found.tasks else found.choose(tasks)
     pattern = _pattern(grep)
     start = None if since is None else point_in_time("--since", since, time.time())
     env = environ.snapshot()
@@ -246,7 +245,7 @@ def logs(
         begin = {"cursor": 0} if start is None and lines is None else {"since": start, "tail": lines}
         with ForwardedOutput(found, names, begin, follow) as forwarded:
             _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
-        _tell_unstarted(found, tasks)
+        _tell_unstarted(found, names)
         return 0
 
     def goes_on() -> bool:
@@ -260,27 +259,21 @@ def logs(
             ordered = _Ordered(found, reader, names)
             replay = ordered.begin(style, start, lines)
             _LogPrinter(ordered, replay, region, lines).show(goes_on)
-    _tell_unstarted(found, tasks)
+    _tell_unstarted(found, names)
     return 0
 
 
-def _tell_unstarted(job: Job, tasks: Sequence[str]) -> None:
-    """Say which of these tasks (none named: all) were not started in a job that is over, why, and what to do."""
-    if not job.is_over or (outcome := job.outcome) is None:
+def _tell_unstarted(job: Job, names: Sequence[str]) -> None:
+    """Say which of these tasks were not started in a job that is over, why, and what to do."""
+    if (outcome := job.outcome) is None:
         return
-    waiting = [str(row["name"]) for row in job.choose(tasks) if row["started"] is None]
-    names = [name for name in waiting if not job.folder.log_path(name).exists()]
-    if not job.tasks:
-        what = "nothing was started"
-    elif not names:
-        return
-    else:
-        what = f"{names[0]} was not started" if len(names) == 1 else f"{number_of(len(names), 'task')} were not started"
-    say(f"{what}: {outcome['message']}", "info")
-    fixes = dict.fromkeys(problem["fix"] for problem in outcome["problems"] if problem["fix"])
-    for line in "\n".join(fixes).splitlines():
-        say(line, "hint")
-    say(f"to launch it again: distrun rerun {job.id}", "hint")
+    waiting = [str(row["name"]) for row in job.tasks if row["name"] in names and row["started"] is None]
+    left = [name for name in waiting if not job.folder.log_path(name).exists()]
+    if left or not job.tasks:
+        say(f"not started: {facts.listed(left, SHOWN) or 'any task'}; {outcome['message']}", "info")
+        fixes = dict.fromkeys(problem["fix"] for problem in outcome["problems"] if problem["fix"])
+        for line in [*"\n".join(fixes).splitlines(), f"to launch it again: distrun rerun {job.id}"]:
+            say(line, "hint")
 
 
 def tail_offset(path: Path, lines: int) -> int:

@@ -56,9 +56,9 @@ def launch_to_file(distrun: Distrun, *words: str) -> bytes:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("worker-0",), "worker-0 was not started"),
-        (("worker-1", "--since", "1h"), "worker-1 was not started"),
-        ((), "2 tasks were not started"),
+        (("worker-0",), "worker-0"),
+        (("worker-1", "--since", "1h"), "worker-1"),
+        ((), "worker-0, worker-1"),
     ],
 )
 def test_logs_of_what_was_not_started_say_so_and_why_and_what_to_type(
@@ -70,7 +70,7 @@ def test_logs_of_what_was_not_started_say_so_and_why_and_what_to_type(
     shown = distrun.run("logs", job, *words)
     assert (shown.returncode, shown.stdout) == (0, b"")
     assert shown.stderr.decode().splitlines() == [
-        f"distrun: {what}: {why}",
+        f"distrun: not started: {what}; {why}",
         "distrun: hint: install it there, give its path, or put its folder on PATH by --activate",
         f"distrun: hint: to launch it again: distrun rerun {job}",
     ]
