@@ -308,8 +308,8 @@ class _TableReader:
         found = {}
         for key, value in data.items():
             if key not in _OF_SECTIONS and self._is_misplaced(path, key, path[:-1]):
-                continue
-            if isinstance(value, (str, int)):
+                pass
+            elif isinstance(value, (str, int)):
                 found[key] = ("yes" if value else "no") if isinstance(value, bool) else str(value)
             else:
                 self.wrong((*path, key), f"{key}: expected a text, found {_toml(value)}", is_value=True)
@@ -357,9 +357,8 @@ class _TableReader:
         """Yield the words of `--env` or `--env-ROLE` that a table means."""
         forms = 'a text, a number, {file = "PATH"} or {forward = true}' if path == ("env",) else "a text or a number"
         for name, each in _expect("env", "a table", value, isinstance(value, dict)).items():
-            if self._is_misplaced(
-                (*base, *path), name, base, path[:-1], f'; if you mean a variable, quote its name: "{name}"'
-            ):
+            quoted = f'; if you mean a variable, quote its name: "{name}"'
+            if self._is_misplaced((*base, *path), name, base, quoted):
                 continue
             try:
                 if isinstance(each, (str, int, float)) and not isinstance(each, bool):
@@ -375,21 +374,19 @@ class _TableReader:
             except UsageError as err:
                 self.wrong((*base, *path, name), str(err), is_value=True)
 
-    def _is_misplaced(
-        self, at: tuple[str, ...], name: str, base: tuple[str, ...], own: tuple[str, ...] = (), more: str = ""
-    ) -> bool:
+    def _is_misplaced(self, at: tuple[str, ...], name: str, base: tuple[str, ...], more: str = "") -> bool:
         """Note an option that is in a table of other things; return whether it is one, and begins its line unquoted.
 
         Arguments:
             at: the table.
             name: the key.
             base: the table of all options.
-            own: the table below it where the option belongs if that has it.
             more: what else is said.
         """
         if not (self.text and (tables := _tables_of(name))):
             return False
-        table = ".".join((*base, *(own if own in tables else tables[0])))
+        above = at[len(base) : -1]
+        table = ".".join((*base, *(above if above in tables else tables[0])))
         move = f"move it into [{table}]" if table else "move it above all tables"
         at_key = self.finding((*at, name), f"{name} is an option: {move}{more}")
         if at_key.shown[: at_key.column - 1].strip():
