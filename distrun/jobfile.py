@@ -60,7 +60,7 @@ TOOL = ("tool", "distrun")
 
 _KEYS = {row.path: row for row in ROWS if not row.typed_only}
 _COMMANDS = (("command",), ("run",))
-_OF_SECTIONS = ("gpu_resource", "image", "mpirun", "pe", "python", "shell")
+_OF_SECTIONS = ("gpu_resource", "image", "memory", "mpirun", "pe", "python", "shell")
 """Keys of engines' sections that are called as options."""
 _OF_E115 = ("workers", "hosts", "hostfile", "servers")
 """Options of which one has to change if a job does not fit on its hosts, the first that a file gives."""

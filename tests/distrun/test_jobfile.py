@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from distrun import jobfile, requesting
+from distrun import backends, jobfile, requesting
 from distrun.cli import launch as command
 from distrun.errors import PlacedError
 from distrun.options import (
@@ -175,10 +176,13 @@ def test_an_option_in_an_engines_section_is_refused_with_its_place(key: str) -> 
     assert f"job.toml:3:1: {key} is an option: move it above all tables\n" in told
 
 
-@pytest.mark.parametrize("key", ["python", "shell", "pe", "image", "mpirun", "gpu_resource"])
-def test_what_an_engines_section_takes_and_is_called_as_an_option_is_taken(key: str) -> None:
-    found = jobfile.parse(f"[slurm]\n{key} = 'y'", "job.toml", FOLDER, engines=lambda: ["slurm"])
-    assert found.engines == {"slurm": {key: "y"}}
+def test_every_key_that_an_engine_reads_is_taken_though_it_may_be_called_as_an_option() -> None:
+    sources = "".join(path.read_text() for path in Path(backends.__file__).parent.glob("*.py"))
+    keys = set(re.findall(r'config\.get\("(\w+)"', sources))
+    assert {"args", "python", "memory", "shell", "image"} < keys
+    text = "[slurm]\n" + "".join(f"{key} = 'y'\n" for key in keys)
+    found = jobfile.parse(text, "job.toml", FOLDER, engines=lambda: ["slurm"])
+    assert found.engines == {"slurm": dict.fromkeys(keys, "y")}
 
 
 def test_tables_of_other_tools_in_pyproject_toml_are_none_of_ours() -> None:
