@@ -60,6 +60,10 @@ TOOL = ("tool", "distrun")
 
 _KEYS = {row.path: row for row in ROWS if not row.typed_only}
 _COMMANDS = (("command",), ("run",))
+_OF_SECTIONS = ("gpu_resource", "image", "memory", "mpirun", "pe", "python", "shell")
+"""Keys of engines' sections that are called as options."""
+_OF_E115 = ("workers", "hosts", "hostfile", "servers")
+"""Options of which one has to change if a job does not fit on its hosts, the first that a file gives."""
 _TYPED = {name: row for row in ROWS for name in (row.name, *row.name.split("/"))}
 _SOUGHT = "distrun-sought-key"
 _BARE = r"[A-Za-z0-9_-]+"
@@ -214,6 +218,9 @@ def placed(err: UsageError, given: Layer) -> UsageError:
     """Return an error of options with its place in the file that gives the option; the same error if no file does."""
     if isinstance(err, HostsError):
         return error_of([_placed_host(each, given) for each in err.findings], err.hint) if err.findings else err
+    if str(err).startswith("E115: "):
+        places = [given[key].places[-1] for key in _OF_E115 if key in given and given[key].places]
+        return _error([reader.finding(path, str(err), is_value=True) for reader, path in places[:1]]) if places else err
     # The message begins with an option, with --env and a variable, or with a variable.
     text, (first, second, *_) = str(err), [*re.findall(r"-[\w/-]+|\w+", str(err)), "", ""]
     row = _TYPED.get(first)
@@ -227,6 +234,25 @@ def placed(err: UsageError, given: Layer) -> UsageError:
             text = text if row is None else row.path[-1] + text.removeprefix(first)
             return _error([reader.finding(path, text, is_value=True)], err.hint)
     return err
+
+
+def unused(given: Layer) -> PlacedError | None:
+    """Return the error that what a launch lacks, its size or command, is in profiles of its file that are not used.
+
+    None if it lacks neither, or no profile has it. Reads the file again.
+    """
+    lacking = {"workers"} - {*given}
+    if given.keys().isdisjoint({"command", "run"}):
+        lacking |= {"command", "run"}
+    if "file" not in given or not lacking:
+        return None
+    findings = []
+    for name, profile in load(Path(given["file"].value)).profiles.items():
+        for key in lacking & profile.keys():
+            reader, path = profile[key].places[-1]
+            use = f"move it above that table, or type --profile {name}"
+            findings.append(reader.finding(path, f"{key} is in [profile.{name}], which is not used: {use}"))
+    return _error(sorted(findings, key=lambda each: each.line)) if findings else None
 
 
 def _placed_host(found: Finding, given: Layer) -> Finding:
@@ -264,6 +290,9 @@ class _TableReader:
                     found[path[0]] = Sourced(_command(path[0], value), origin, places)
                 elif row is None:
                     self.wrong((*base, *path), _unknown(path, isinstance(value, dict)))
+                    if isinstance(value, dict):
+                        for name in value:
+                            self._is_misplaced((*base, *path), name, base)
                 elif path[-1] == "env":
                     found[row.key] = Sourced(tuple(self._variables(value, path, base)), origin, places)
                 else:
@@ -278,7 +307,9 @@ class _TableReader:
         """Return the values of an engine's section as texts."""
         found = {}
         for key, value in data.items():
-            if isinstance(value, (str, int)):
+            if key not in _OF_SECTIONS and self._is_misplaced(path, key, path[:-1]):
+                pass
+            elif isinstance(value, (str, int)):
                 found[key] = ("yes" if value else "no") if isinstance(value, bool) else str(value)
             else:
                 self.wrong((*path, key), f"{key}: expected a text, found {_toml(value)}", is_value=True)
@@ -326,14 +357,9 @@ class _TableReader:
         """Yield the words of `--env` or `--env-ROLE` that a table means."""
         forms = 'a text, a number, {file = "PATH"} or {forward = true}' if path == ("env",) else "a text or a number"
         for name, each in _expect("env", "a table", value, isinstance(value, dict)).items():
-            if tables := _tables_of(name) if self.text else ():
-                table = ".".join((*base, *(path[:-1] if path[:-1] in tables else tables[0])))
-                move = f"move it into [{table}]" if table else "move it above all tables"
-                text = f'{name} is an option: {move}; if you mean a variable, quote its name: "{name}"'
-                at_key = self.finding((*base, *path, name), text)
-                if not at_key.shown[: at_key.column - 1].strip():  # it begins its line, without a quote
-                    self.findings.append(at_key)
-                    continue
+            quoted = f'; if you mean a variable, quote its name: "{name}"'
+            if self._is_misplaced((*base, *path), name, base, quoted):
+                continue
             try:
                 if isinstance(each, (str, int, float)) and not isinstance(each, bool):
                     text = each if isinstance(each, str) else exact(each)
@@ -347,6 +373,26 @@ class _TableReader:
                     _expect(name, forms, each, False)
             except UsageError as err:
                 self.wrong((*base, *path, name), str(err), is_value=True)
+
+    def _is_misplaced(self, at: tuple[str, ...], name: str, base: tuple[str, ...], more: str = "") -> bool:
+        """Note an option that is in a table of other things; return whether it is one, and begins its line unquoted.
+
+        Arguments:
+            at: the table.
+            name: the key.
+            base: the table of all options.
+            more: what else is said.
+        """
+        if not (self.text and (tables := _tables_of(name))):
+            return False
+        above = at[len(base) : -1]
+        table = ".".join((*base, *(above if above in tables else tables[0])))
+        move = f"move it into [{table}]" if table else "move it above all tables"
+        at_key = self.finding((*at, name), f"{name} is an option: {move}{more}")
+        if at_key.shown[: at_key.column - 1].strip():
+            return False
+        self.findings.append(at_key)
+        return True
 
     def _local(self, path: str) -> str:
         return os.path.normpath(self.folder / os.path.expanduser(path)) if path not in ("", "-") else path

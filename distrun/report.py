@@ -83,7 +83,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     if outcome.survivors:
         lines.append(f"may still run: {', '.join(map(str, outcome.survivors))}")
-    if culprit is not None and culprit.task and outcome.job:
+    if culprit is not None and culprit.task and outcome.job and tail:
         lines.append(f"to read all that it wrote: distrun logs {outcome.job} {culprit.task}")
     return "\n".join(lines)
 

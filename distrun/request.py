@@ -248,8 +248,8 @@ class JobRequest:
 RULES: tuple[tuple[Callable[[JobRequest], object], str, str], ...] = (
     (
         lambda asked: asked.limits.lost_s < asked.limits.suspect_s,
-        "--lost-after {0.limits.lost_s:g} is less than --suspect-after {0.limits.suspect_s:g}",
-        "a host is first suspect, then lost",
+        "--suspect-after {0.limits.suspect_s:g} is more than --lost-after {0.limits.lost_s:g}",
+        "a host is first suspect, then lost: lower --suspect-after, or raise --lost-after",
     ),
     (
         lambda asked: asked.reconnect and asked.launcher == "local",

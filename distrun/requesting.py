@@ -257,7 +257,7 @@ def make(
         interface=interface,
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         limits=limits._replace(
-            suspect_s=min(limits.suspect_s, limits.lost_s),
+            suspect_s=limits.suspect_s if "suspect_after" in given else min(limits.suspect_s, limits.lost_s),
             lease_s=facts.LEASE_FACTOR * limits.lost_s,
             start_s=limits.start_s if start_s is None else start_s,
         ),

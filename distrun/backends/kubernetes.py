@@ -280,8 +280,7 @@ class Kubernetes(Engine):
         """
         if clock() < self._seen_at + min(POD_S * len(self._seen.pods), LEASE_S / 6):
             return self._told
-        found = self._objects(handle)
-        self._recall(handle, found)
+        found = self._observed(handle)
         if self._is_forgotten(found):
             if self._ran_at is None:
                 return QueueStatus(ENDED, answers.FORGOTTEN.text, why=answers.FORGOTTEN)
@@ -346,8 +345,7 @@ class Kubernetes(Engine):
         found, limit = self._seen, self._lease.limit(self._ran_at)
         for _ in tries(EXPLAIN_S):
             with contextlib.suppress(EngineError):  # what was seen before may tell
-                found = self._objects(handle)
-                self._recall(handle, found)
+                found = self._observed(handle)
             if self._is_forgotten(found):
                 return answers.FORGOTTEN if self._ran_at is None else None
             told = answers.explanation(found, self._seen, place, limit)
@@ -456,13 +454,15 @@ class Kubernetes(Engine):
         self._seen_at = clock() if found.jobs else self._seen_at
         return found
 
-    def _recall(self, handle: Handle, found: Objects) -> None:
-        """Ask whether pods that have gone without a reason were preempted: a pod may go between two looks."""
+    def _observed(self, handle: Handle) -> Objects:
+        """Return the job's objects; ask whether pods that have gone without a reason meanwhile were preempted."""
+        found = self._objects(handle)
         there = {pod.name for pod in found.pods}
         if found.jobs and any(pod.name not in there and pod.explanation() is None for pod in self._seen.pods):
             words = ("get", "events", f"--field-selector=reason={answers.PREEMPTED}", "--output=json")
             with contextlib.suppress(EngineError):  # this user may not list events
                 self._seen = self._seen.preempted(self._ask(handle, *words))
+        return found
 
     def _ask(self, handle: Handle | None, *words: str) -> str:
         """Return what kubectl prints, asked where a job is; None: where the options say. Raises EngineError."""

@@ -351,8 +351,11 @@ def lost_node(text: str) -> str:
     return "" if ready.get("status") == "True" else str(Reason.of(ready)) or "not ready"
 
 
-UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-"""Suffixes of the API's quantities."""
+UNITS = {
+    **{"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
+    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+}
+"""Suffixes of the API's quantities: the decimal ones, and those of powers of two."""
 
 
 def quantity(text: str) -> int:

@@ -88,6 +88,11 @@ class JobCommand(click.Command):
                 for key, (value, origin, _) in given.items()
                 if key in BY_KEY and origin not in environ.BY_NAME  # else it takes effect by itself
             }
+        if "file" in given and any(param.name == "command" for param in self.params):
+            from distrun import jobfile
+
+            if lacking := jobfile.unused(given):
+                raise lacking
         rest = super().parse_args(ctx, args)
         for key in MERGED:
             if key in given and key in ctx.params:

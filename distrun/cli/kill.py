@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 SCHEMA = "distrun.kill/1"
+SHOWN = 5
+"""Jobs that are named if none was, at most."""
 SLACK_S = 20.0
 """What ending a job may take beyond twice its grace time."""
 
@@ -107,7 +109,10 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
         _, backend, hosts = hosts_of(options, {})
         return _sweep(backend, hosts, names, options)
     if not names:
-        raise UsageError("which job?", "distrun status lists the jobs; -H FILE means all of mine on these hosts")
+        living = [job.id for job in my_jobs().list(0)]
+        first = f"distrun kill {living[0]}" if living else "distrun status lists the jobs"
+        there = f"these go on: {facts.listed(living, SHOWN)}" if living else "none of your jobs goes on"
+        raise UsageError(f"which job? {there}", f"{first}; -H FILE means all of mine on these hosts")
     return _by_name(names, options)
 
 

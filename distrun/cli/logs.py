@@ -15,13 +15,13 @@ from pathlib import Path
 
 import click
 
-from distrun.cli.common import job_and_tasks, my_jobs, takes
+from distrun.cli.common import job_and_tasks, my_jobs, say, takes
 from distrun.cli.console import can_draw, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text
-from distrun.jobs import ForwardedOutput, RecordedOutput
+from distrun.jobs import ForwardedOutput, Job, RecordedOutput
 from distrun.options import count
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.dataclass import rfc3339
@@ -187,6 +187,8 @@ class Replay:
 
 POLL_S = 0.1
 READ_SIZE = 256 * 1024
+SHOWN = 8
+"""Tasks that are named, at most."""
 MOST_LINES = 1_000_000_000
 WARM_BYTES = 256 * 1024
 """Output before the first that is shown that is looked at: lines may have begun there."""
@@ -223,7 +225,7 @@ def logs(
     """
     found, tasks = job_and_tasks(my_jobs(), job, tasks)
     folder = found.refresh().folder
-    rows = found.choose(tasks)
+    rows = [] if found.is_over and not found.tasks else found.choose(tasks)
     pattern = _pattern(grep)
     start = None if since is None else point_in_time("--since", since, time.time())
     env = environ.snapshot()
@@ -243,6 +245,7 @@ def logs(
         begin = {"cursor": 0} if start is None and lines is None else {"since": start, "tail": lines}
         with ForwardedOutput(found, names, begin, follow) as forwarded:
             _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
+        _tell_unstarted(found, names)
         return 0
 
     def goes_on() -> bool:
@@ -256,7 +259,21 @@ def logs(
             ordered = _Ordered(found, reader, names)
             replay = ordered.begin(style, start, lines)
             _LogPrinter(ordered, replay, region, lines).show(goes_on)
+    _tell_unstarted(found, names)
     return 0
+
+
+def _tell_unstarted(job: Job, names: Sequence[str]) -> None:
+    """Say which of these tasks were not started in a job that is over, why, and what to do."""
+    if (outcome := job.outcome) is None:
+        return
+    waiting = [str(row["name"]) for row in job.tasks if row["name"] in names and row["started"] is None]
+    left = [name for name in waiting if not job.folder.log_path(name).exists()]
+    if left or not job.tasks:
+        say(f"not started: {facts.listed(left, SHOWN) or 'any task'}; {outcome['message']}", "info")
+        fixes = dict.fromkeys(problem["fix"] for problem in outcome["problems"] if problem["fix"])
+        for line in [*"\n".join(fixes).splitlines(), f"to launch it again: distrun rerun {job.id}"]:
+            say(line, "hint")
 
 
 def tail_offset(path: Path, lines: int) -> int:

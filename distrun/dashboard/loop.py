@@ -135,9 +135,9 @@ class Signals:
         self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for each in self._handled:
             before = signal.getsignal(each)
-            # What was ignored from outside (nohup) stays so.
+            # What was ignored from outside (nohup) stays so. The interpreter writes the numbers into the pipe.
             if before is not signal.SIG_IGN or each == signal.SIGWINCH:
-                self._before.append((each, signal.signal(each, _note)))
+                self._before.append((each, signal.signal(each, process.do_nothing)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,10 +155,6 @@ class Signals:
                 with contextlib.suppress(ValueError):
                     found.append(signal.Signals(number))
         return found
-
-
-def _note(number: int, frame: object) -> None:
-    """Do nothing: the interpreter has written the number into the pipe."""
 
 
 class Input:

@@ -61,6 +61,8 @@ PAUSE_LIMIT_S = 5.0
 SILENCE = 3
 """A connection is given up for another one when nothing came for this part of the lease."""
 _POLL_S = 0.2
+CHANCE = random.SystemRandom()
+"""Spreads pauses. The numbers of `random` itself are the program's that uses distrun, which may have given a seed."""
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
@@ -388,7 +390,7 @@ class SshChannel(SessionChannel):
                     self._say(event)
                     return
             try:
-                self._abort.wait(pause_s * random.uniform(0.5, 1.5))
+                self._abort.wait(pause_s * CHANCE.uniform(0.5, 1.5))
             except Aborted:
                 continue
             pause_s *= 2
@@ -437,7 +439,7 @@ class SshChannel(SessionChannel):
         with contextlib.suppress(Aborted):
             while self.holds:
                 is_cut = True
-                self._abort.wait(pause_s * random.uniform(0.75, 1.25))
+                self._abort.wait(pause_s * CHANCE.uniform(0.75, 1.25))
                 is_cut = not self._return()
                 pause_s = min(2 * pause_s, PAUSE_LIMIT_S) if is_cut else PAUSE_S
         if is_cut:

@@ -9,6 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+from distrun.hosts.grammar import is_loopback
 from distrun_runtime.contract.dataclass import dataclass
 
 DNS = "dns"
@@ -128,7 +129,9 @@ def dns(where: Where, why: str = "") -> SshFailure:
 def refused(where: Where) -> SshFailure:
     """Return the failure of a port on which nothing listens."""
     text = f"{where.place} refuses connections: nothing listens there"
-    return SshFailure(REFUSED, text, f"start sshd there, or name its port: {where.host}:PORT in the hosts file")
+    fix = f"start sshd there, or name its port: {where.host}:PORT in the hosts file"
+    here = "to run on this machine without ssh, leave -H and --hosts out\n" if is_loopback(where.host) else ""
+    return SshFailure(REFUSED, text, here + fix)
 
 
 def timeout(where: Where, doing: str = "answer") -> SshFailure:

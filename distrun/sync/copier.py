@@ -60,6 +60,8 @@ RACES = 5
 """How often rsync is run again because another copy into the same folder ran at the same time."""
 REPORT_S = 5.0
 """Between two lines of progress."""
+CHANCE = random.SystemRandom()
+"""As of `ssh.connector`."""
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 
 
@@ -413,7 +415,7 @@ class Copier(FileCopier):
                 unreached is None
                 and races
                 and rsync.met_another_copy(ended)
-                and not self._cancelled.wait(random.random())
+                and not self._cancelled.wait(CHANCE.random())
             ):
                 races -= 1
                 continue
@@ -496,7 +498,7 @@ class Copier(FileCopier):
             failure = remote_shell.login_failure(self._targets[host], words)
             if wait_s is None or failure.kind != BUSY:
                 return ended, failure
-            if self._cancelled.wait(wait_s * random.uniform(0.5, 1.5)):
+            if self._cancelled.wait(wait_s * CHANCE.uniform(0.5, 1.5)):
                 return ended, failure
         return ended, None
 

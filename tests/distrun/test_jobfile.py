@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from distrun import jobfile, requesting
+from distrun import backends, jobfile, requesting
 from distrun.cli import launch as command
 from distrun.errors import PlacedError
 from distrun.options import (
@@ -136,6 +137,11 @@ def test_paths_are_relative_to_the_files_folder() -> None:
         ("[worker.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it above all tables;"),
         ("[profile.x.env]\nworkers = 2", "job.toml:2:1: workers is an option: move it into [profile.x];"),
         ("[profile.x.worker.env]\ncores = 2", "job.toml:2:1: cores is an option: move it into [profile.x.worker];"),
+        (
+            "[slurm]\nargs = 'x'\nworkers = 2",
+            "job.toml:3:1: workers is an option: move it above all tables\n  workers = 2\n  ^",
+        ),
+        ("[slurm]\nsync_dst_dir = '~/x'", "job.toml:2:1: sync_dst_dir is an option: move it above all tables\n"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_was_meant(text: str, message: str) -> None:
@@ -162,6 +168,21 @@ def test_an_engines_section_is_texts_and_only_in_the_users_file() -> None:
     found = jobfile.parse(text, "job.toml", FOLDER, engines=lambda: ["slurm", "sge"])
     assert found.engines == {"slurm": {"args": "--comment=50%", "shared_folders": "yes", "x": "3"}}
     assert "args: expected a text, found [1]" in wrong("[slurm]\nargs = [1]", engines=lambda: ["slurm"])
+
+
+@pytest.mark.parametrize("key", ["workers", "timeout", "hosts", "queue", "command"])
+def test_an_option_in_an_engines_section_is_refused_with_its_place(key: str) -> None:
+    told = wrong(f"[slurm]\nargs = 'x'\n{key} = 'y'", engines=lambda: ["slurm"])
+    assert f"job.toml:3:1: {key} is an option: move it above all tables\n" in told
+
+
+def test_every_key_that_an_engine_reads_is_taken_though_it_may_be_called_as_an_option() -> None:
+    sources = "".join(path.read_text() for path in Path(backends.__file__).parent.glob("*.py"))
+    keys = set(re.findall(r'config\.get\("(\w+)"', sources))
+    assert {"args", "python", "memory", "shell", "image"} < keys
+    text = "[slurm]\n" + "".join(f"{key} = 'y'\n" for key in keys)
+    found = jobfile.parse(text, "job.toml", FOLDER, engines=lambda: ["slurm"])
+    assert found.engines == {"slurm": dict.fromkeys(keys, "y")}
 
 
 def test_tables_of_other_tools_in_pyproject_toml_are_none_of_ours() -> None:

@@ -83,8 +83,8 @@ def test_a_signal_is_explained() -> None:
 
 
 def test_a_task_that_wrote_nothing_is_said_to() -> None:
-    outcome = Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1))
-    assert "It wrote nothing. Log: /x.log" in report.failure(outcome, [], "/x.log")
+    outcome = Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1), job="calm-otter-7f3")
+    assert report.failure(outcome, [], "/x.log").splitlines()[-1] == "  It wrote nothing. Log: /x.log"
 
 
 def test_a_consequence_says_whom_it_lost() -> None:

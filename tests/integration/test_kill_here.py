@@ -125,7 +125,12 @@ def test_a_pattern_is_looked_for_on_this_machine_and_never_means_us(distrun: Dis
 def test_without_a_job_and_hosts_it_asks_which(distrun: Distrun) -> None:
     done = distrun.run("kill")
     assert done.returncode == 2
-    assert b"which job?" in done.stderr
+    assert done.stderr.splitlines()[0] == b"distrun: error: which job? none of your jobs goes on"
+    job = distrun.launch("-n", "1", "-s", "0", "--detach", "sleep", "300").stdout.decode().strip()
+    told = distrun.run("kill").stderr.decode()
+    assert told.splitlines()[0] == "distrun: error: which job? these go on: %s" % job
+    assert "hint: distrun kill %s; " % job in told
+    assert distrun.run("kill", job).returncode == 0
 
 
 def test_exec_runs_here_only_if_it_is_told_to(distrun: Distrun) -> None:

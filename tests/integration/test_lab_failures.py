@@ -347,10 +347,12 @@ def test_a_host_whose_agent_froze_is_swept_and_that_is_said(agent: int, guard: i
     freeze(lab, "h2", agent=agent, guard=guard)
     assert job.ends() == 7, job.err
     nothing_stays(lab)
-    assert re.search(r"lost h2: .*; \d+ process(es)? left there w(ere|as) ended$", job.outcome["message"]), job.outcome
     assert job.outcome["survivors"] == []
-    assert re.search(r"distrun: h2: ended .*pid \d+ \(distrun's (agent|guard)\)", job.err), job.err
     assert "its own agent ends" not in job.err
+    if guard == 0 and "; no process is left there" in job.outcome["message"]:
+        return  # a guard that runs ends all when the agent's lease is over, which may be before h2 is reached again
+    assert re.search(r"lost h2: .*; \d+ process(es)? left there w(ere|as) ended$", job.outcome["message"]), job.outcome
+    assert re.search(r"distrun: h2: ended .*pid \d+ \(distrun's (agent|guard)\)", job.err), job.err
 
 
 def test_a_lost_host_that_cannot_be_reached_again_is_said_to_be_so_with_what_to_do(lab: Site) -> None:

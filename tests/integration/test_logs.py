@@ -53,6 +53,34 @@ def launch_to_file(distrun: Distrun, *words: str) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("worker-0",), "worker-0"),
+        (("worker-1", "--since", "1h"), "worker-1"),
+        ((), "worker-0, worker-1"),
+    ],
+)
+def test_logs_of_what_was_not_started_say_so_and_why_and_what_to_type(
+    words: tuple[str, ...], what: str, distrun: Distrun
+) -> None:
+    failed = distrun.launch("-n", "2", "-s", "0", "no-such-program")
+    why = failed.stderr.decode().splitlines()[-1].removeprefix("distrun: error: ")
+    job = distrun.job.name
+    shown = distrun.run("logs", job, *words)
+    assert (shown.returncode, shown.stdout) == (0, b"")
+    assert shown.stderr.decode().splitlines() == [
+        f"distrun: not started: {what}; {why}",
+        "distrun: hint: install it there, give its path, or put its folder on PATH by --activate",
+        f"distrun: hint: to launch it again: distrun rerun {job}",
+    ]
+
+
+def test_logs_of_a_job_whose_tasks_all_ran_say_nothing_else(distrun: Distrun) -> None:
+    distrun.launch("-n", "1", "-s", "0", "echo up; exit 3")
+    assert distrun.run("logs", distrun.job.name).stderr == b""
+
+
 def test_merged_logs_are_what_launch_printed_byte_for_byte(distrun: Distrun) -> None:
     shown = launch_to_file(distrun, "-n", "3", "-s", "0", "python3", "lines.py", "300")
     assert shown.count(b"\n") == 3 * 302

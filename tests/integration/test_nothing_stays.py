@@ -174,15 +174,23 @@ def test_the_guard_ends_the_tasks_of_a_frozen_agent_whose_coordinator_is_dead(ki
 def test_a_coordinator_that_is_stopped_before_its_agents_start_ends_the_launch(
     words: tuple[str, ...], distrun: Distrun
 ) -> None:
-    launcher = distrun.begin("-n", "1", "-s", "0", "--start-timeout", "12", *words, "sleep", "300")
+    setup = "until [ -e go ]; do sleep 0.1; done"  # nothing is started, however late the coordinator is stopped
+    told = ("-n", "1", "-s", "0", "--start-timeout", "12", "--setup", setup, *words)
+    launcher = distrun.begin(*told, "sleep", "300")
+
+    def session(pid: int) -> int:
+        try:
+            return os.getsid(pid)
+        except ProcessLookupError:  # what forks a daemon is over in a moment
+            return 0
 
     def coordinator() -> int:
         mark = os.fsencode("XDG_STATE_HOME=%s" % (distrun.home / "state"))
         of_launch = (pid for pid, environ, command in processes() if mark in environ and b"launch" in command)
-        others = {pid: os.getsid(pid) for pid in of_launch if os.getsid(pid) != os.getsid(launcher.pid)}
-        # A daemon leads no session; the process that makes it does, and is over in a moment. Its agent looks like it
-        # until it runs another program, and is younger.
-        return min((pid for pid, session in others.items() if (pid == session) == (not words)), default=0)
+        others = {pid: led for pid in of_launch if (led := session(pid)) not in (0, session(launcher.pid))}
+        # A daemon leads no session; the process that makes it does. Its agent looks like it until it runs another
+        # program, and is younger.
+        return min((pid for pid, led in others.items() if (pid == led) == (not words)), default=0)
 
     os.kill(wait_until(coordinator, LIMIT_S, "the coordinator is there"), signal.SIGSTOP)
     try:

@@ -33,7 +33,7 @@ def fork(keep: Iterable[int] = ()) -> int:
     if between:
         os.close(writing)
         with os.fdopen(reading, "rb") as file:
-            told = file.read()
+            told = file.readline()  # not to the end: a daemon that is stopped at its birth holds the pipe
         os.waitpid(between, 0)
         if not told:
             raise ContractError("the system has no room for another process; see: ulimit -u")
@@ -43,7 +43,7 @@ def fork(keep: Iterable[int] = ()) -> int:
         os.setsid()
         pid = os.fork()  # no leader of its session: it can never get a terminal
         if pid:
-            os.write(writing, b"%d" % pid)
+            os.write(writing, b"%d\n" % pid)
             os._exit(0)
         os.close(writing)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

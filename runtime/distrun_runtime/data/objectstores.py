@@ -28,6 +28,8 @@ SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "http
 """The package that reads addresses of a scheme."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+CHANCE = random.SystemRandom()
+"""The numbers of `random` itself are the program's, which may have given a seed."""
 TOLD_ATTEMPT = 4
 """The attempt from which on the log says that requests fail."""
 CREDENTIALS_S = 5.0
@@ -206,7 +208,7 @@ class ObjectReader:
                 denial = denial_of(error)
             if denial.status == RANGE:
                 return Piece(b"", 0, "")
-            wait = pause_s(attempt, random.random())
+            wait = pause_s(attempt, CHANCE.random())
             is_retryable = attempt < denial.attempts
             if attempt == TOLD_ATTEMPT and is_retryable:
                 logger.warning("%s: %s; trying again for %g s", self._name(), denial.text, left)

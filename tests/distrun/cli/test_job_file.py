@@ -141,6 +141,9 @@ def test_a_source_that_is_wrong_ends_with_2(
         ("[env]\nA = 1\nKEY = {file = 'x'}", "5:7: env KEY: cannot read '"),
         ("[env]\nDISTRUN_OP_TIMEOUT = 'x'", "4:22: DISTRUN_OP_TIMEOUT='x' on host "),
         ("[profile.p]\nqueue = 'x'", "4:9: queue is for engines, "),
+        ("lost-after = 5\nsuspect-after = 10", "4:17: suspect-after 10 is more than --lost-after 5\n"),
+        ("suspect-after = 60", "3:17: suspect-after 60 is more than --lost-after 30\n"),
+        ("hosts = 'd1'\nplacement = 'pack'\nservers = 2", "1:11: E115: 1 worker + 2 server processes need 3 slots, "),
     ],
 )
 def test_a_mistake_that_is_found_later_is_told_at_its_place_in_the_job_file(
@@ -172,6 +175,45 @@ def test_a_number_of_workers_that_is_missing_is_answered_with_what_to_type(
 ) -> None:
     (distrun.work / "job.toml").write_text("command = ['true']\n")
     assert f"distrun: hint: {hint}\n" in distrun.answer("launch", *words).stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "messages"),
+    [
+        ("[profile.p]\nworkers = 1\ncommand = ['true']", (), ["2:1: workers is", "3:1: command is"]),
+        ("workers = 1\n[profile.p]\ncommand = ['true']", (), ["3:1: command is"]),
+        ("[profile.p]\nrun = 'true'", ("-n", "1"), ["2:1: run is"]),
+        ("command = ['true']\n[profile.q]\n[profile.p]\nworkers = 1", ("--profile", "q"), ["4:1: workers is"]),
+    ],
+)
+def test_what_a_launch_lacks_and_only_a_profile_has_is_told_with_its_place(
+    distrun: Distrun, text: str, words: tuple[str, ...], messages: list[str]
+) -> None:
+    (distrun.work / "job.toml").write_text(text)
+    done = distrun.answer("launch", "-f", "job.toml", *words)
+    assert done.returncode == 2
+    what = " in [profile.p], which is not used: move it above that table, or type --profile p"
+    found = [line.partition("job.toml:")[2] for line in done.stderr.decode().splitlines() if "job.toml:" in line]
+    assert found == [message + what for message in messages]
+
+
+def test_a_command_that_is_in_no_profile_either_is_asked_for(distrun: Distrun) -> None:
+    (distrun.work / "job.toml").write_text("workers = 1\n[profile.p]\nworkers = 2\n")
+    assert "error: there is no command to run\n" in distrun.answer("launch", "-f", "job.toml").stderr.decode()
+
+
+@pytest.mark.parametrize("words", [("--suspect-after", "60"), ("--suspect-after", "15", "--lost-after", "6")])
+def test_a_host_that_would_be_suspect_after_it_is_lost_is_refused(distrun: Distrun, words: tuple[str, ...]) -> None:
+    done = distrun.answer("launch", "-n", "1", *words, "--dry-run", "true")
+    lost = words[3] if words[2:] else "30"
+    assert f"error: --suspect-after {words[1]} is more than --lost-after {lost}\n" in done.stderr.decode()
+    assert done.returncode == 2
+
+
+def test_a_host_that_is_lost_soon_is_suspect_no_later_if_that_is_not_given(distrun: Distrun) -> None:
+    done = distrun.answer("launch", "-n", "1", "--lost-after", "6", "--dry-run", "--json", "true")
+    limits = json.loads(done.stdout)["limits"]
+    assert (limits["suspect_s"], limits["lost_s"]) == (6, 6)
 
 
 def test_variables_of_a_task_are_no_options_of_a_launch_in_it(distrun: Distrun) -> None:

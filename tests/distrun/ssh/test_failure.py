@@ -165,3 +165,10 @@ def test_a_user_without_a_key_makes_one_first() -> None:
 def test_a_host_that_takes_no_password_cannot_be_given_a_key_by_ssh_copy_id() -> None:
     fix = classify("ubuntu@10.0.0.3: Permission denied (publickey).\n", WHERE).fix
     assert fix.startswith("have your public key (~/.ssh/id_ed25519.pub) added to ~/.ssh/authorized_keys of user ubuntu")
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1"])
+def test_who_means_this_machine_and_has_no_sshd_is_told_to_leave_the_hosts_out(name: str) -> None:
+    fix = failure.refused(Where(name)).fix
+    assert fix.splitlines()[0] == "to run on this machine without ssh, leave -H and --hosts out"
+    assert "leave" not in failure.refused(Where("d2")).fix

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from distrun_runtime.contract import daemon
 from distrun_runtime.errors import ContractError
@@ -69,3 +71,24 @@ def test_where_that_is_not_allowed_it_is_refused_with_the_line_to_type(
     monkeypatch.setattr(daemon, "needs_linger", lambda: "loginctl enable-linger ann")
     with pytest.raises(ContractError, match=r"KillUserProcesses.*once: loginctl enable-linger ann"):
         daemon.start(["true"], b"", {}, 20.0, str(tmp_path))
+
+
+STOPPED_AT_BIRTH = """
+import os, signal
+from distrun_runtime.contract import daemon
+born = []
+def stop():
+    born.append(os.getpid())
+    if born[1:]:  # the process that forks the daemon is the first
+        os.kill(os.getpid(), signal.SIGSTOP)
+os.register_at_fork(after_in_child=stop)
+pid = daemon.fork()
+os.kill(pid, signal.SIGKILL)
+print("killed", pid)
+"""
+
+
+def test_a_daemon_that_is_stopped_at_its_birth_is_not_waited_for() -> None:
+    argv = [sys.executable, "-c", STOPPED_AT_BIRTH]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=scaled(30), check=True)
+    assert done.stdout.startswith("killed ")

@@ -12,6 +12,7 @@ import gzip
 import math
 import os
 import pickle
+import random
 import re
 import ssl
 import stat
@@ -348,6 +349,15 @@ def test_faults_that_pass_are_survived(fault: Any, objects: ObjectServer, monkey
     data = remote.opened(url)
     objects.fault = times(5, fault)
     assert data[:] == CONTENT
+
+
+def test_retries_draw_no_numbers_of_the_program(objects: ObjectServer) -> None:
+    """A seed gives the same numbers, whatever a store does; and a test of random values meets no change of them."""
+    data = remote.opened(objects.put("data", "x", b"abc"))
+    objects.fault = times(2, refusal("503 Slow Down", "SlowDown"))
+    before = random.getstate()
+    assert data[:] == b"abc"
+    assert random.getstate() == before
 
 
 def test_a_request_that_hangs_is_sent_again(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
