@@ -17,7 +17,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -528,7 +528,7 @@ class GpuArrays:
 
     def __init__(self) -> None:
         self._borrowing: Borrowing | None = None
-        self._streams = foreign.Streams()
+        self._stream_of = cache(foreign.current_stream)
 
     def of(self, value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
         """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
@@ -549,7 +549,7 @@ class GpuArrays:
             if self._borrowing is None:
                 self._borrowing = gpus().borrowing
             take = self._borrowing.output if is_output else self._borrowing.value
-            return take(value, self._streams)
+            return take(value, self._stream_of)
         except KVError as err:
             from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
 

@@ -94,7 +94,7 @@ class GpuPool:
             freed = 0
             while (block := self._any_free()) is not None:
                 try:
-                    self._order.finish_uses(block.uses, writes=True)
+                    self._order.finish_uses(block.uses)
                     self._order.cuda.free(block.pointer)
                 except BaseException:
                     self.dropped.append(block)
@@ -274,7 +274,7 @@ class Staging:
             self._order.finish(slot.mark)
             slot.mark = None
         # If a call failed after a copy had been given, there is no mark behind it.
-        self._order.finish_uses(slot.uses, writes=True)
+        self._order.finish_uses(slot.uses)
 
     def _oldest_slot(self) -> _HostSlot:
         """Return the slot that was used longest ago; a copy from it may be under way."""

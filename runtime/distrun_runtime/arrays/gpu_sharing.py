@@ -29,7 +29,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemory, Pointer
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
+from distrun_runtime.arrays.gpu_devices import KeptMemory
 from distrun_runtime.arrays.gpu_frames import IN_USE, SegmentOffer, frames_at, place_of, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
@@ -243,7 +243,7 @@ class GpuExports:
 
     def _end(self, segment: GpuSegment) -> None:
         """Give the memory of a segment back, once it is not used any more. Its descriptor is closed."""
-        self.order.finish_uses(segment.uses, writes=True)
+        self.order.finish_uses(segment.uses)
         self.order.cuda.close_shared(segment.pointer)
 
     def _account(self, size: int) -> bool:
@@ -311,20 +311,10 @@ class Arrival:
         return self.is_over
 
 
-class _Imported(Memory):
-    """Memory of another process, as long as arrays of ours refer to it; its frame is kept until it was read."""
+class _Imported(KeptMemory):
+    """Memory of another process, which a frame of a message owns."""
 
     is_shared = True
-
-    def __init__(self, pointer: Pointer, frame: Buffer, keeper: Keeper) -> None:
-        self._dropped = keeper.dropped
-        self.pointer = pointer
-        self.uses = Uses()
-        self._number = keeper.keep(KeptOwner(frame, self.uses))
-
-    def __del__(self) -> None:
-        # No lock can be taken, and no call made, by whichever thread drops the last reference.
-        self._dropped.append(self._number)
 
 
 class GpuMapping:
