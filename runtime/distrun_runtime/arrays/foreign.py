@@ -286,9 +286,7 @@ def _device_view(
     return view
 
 
-def _unchecked(
-    value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, stream_of: StreamOf
-) -> DeviceView | None:
+def _unchecked(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, stream_of: StreamOf) -> DeviceView | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(value, torch, cuda, stream_of, is_output=ours is None)

@@ -371,10 +371,6 @@ class GpuDevice:
         number = [np.int64(len(parts))] if len(parts) > gpu_programs.FEW else []
         return partial(launch.run, [*number, np.int64(len(outs))])
 
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slice(0, size): a GPU shares the work by itself."""
-        work(slice(0, size))
-
     def elements(self, frame: Buffer, dtype: DType) -> GpuArray:
         """Return a copy here of the elements of bytes, which may be overwritten when this returns; those of a frame
         that is on this GPU are not copied."""
