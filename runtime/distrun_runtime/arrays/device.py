@@ -507,7 +507,7 @@ class GpuArrays:
 
     def __init__(self) -> None:
         self._borrowing: Borrowing | None = None
-        self._stream_of = cache(foreign.current_stream)
+        self._stream_of: foreign.StreamOf = foreign.current_stream
 
     def of(self, value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
         """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
@@ -527,6 +527,7 @@ class GpuArrays:
         try:
             if self._borrowing is None:
                 self._borrowing = gpus().borrowing
+                self._stream_of = cache(foreign.current_stream)
             take = self._borrowing.output if is_output else self._borrowing.value
             return take(value, self._stream_of)
         except KVError as err:
