@@ -34,50 +34,38 @@ _FLOATS, _FLOATS_OUT, _HALVES, _HALVES_OUT, _BYTES, _BYTES_OUT, _FLOAT, _BOOL = 
 
 def are_finite(values: Array, residual: Array) -> int:
     """Return 1 if all sums of values and residual are finite, else 0; an empty residual: of the values."""
-    wrong = np.uint32(0)
-    if residual.size:
-        for i in range(values.size):
-            wrong |= np.uint32(not abs(values[i] + residual[i]) < np.float32(np.inf))
-    else:
-        for i in range(values.size):
-            wrong |= np.uint32(not abs(values[i]) < np.float32(np.inf))
+    wrong, has_residual = np.uint32(0), residual.size > 0
+    for i in range(values.size):
+        total = values[i] + residual[i] if has_residual else values[i]
+        wrong |= np.uint32(not abs(total) < np.float32(np.inf))
     return 0 if wrong else 1
 
 
 def two_bit_encode(values: Array, residual: Array, quantum: np.float32, out: Array) -> int:
     """Write the codes of values + residual; leave the rest in the residual. An empty residual: none."""
-    whole = values.size // 4
-    if residual.size:
-        for at in range(whole):
-            packed = 0
-            for i in range(4 * at, 4 * at + 4):
-                total = values[i] + residual[i]
-                sent, code = np.float32(0), np.uint8(0)
-                if total >= quantum:
-                    sent, code = quantum, np.uint8(3)
-                elif total <= -quantum:
-                    sent, code = -quantum, np.uint8(2)
+    whole, has_residual = values.size // 4, residual.size > 0
+    for at in range(whole):
+        packed = 0
+        for i in range(4 * at, 4 * at + 4):
+            total = values[i] + residual[i] if has_residual else values[i]
+            sent, code = np.float32(0), np.uint8(0)
+            if total >= quantum:
+                sent, code = quantum, np.uint8(3)
+            elif total <= -quantum:
+                sent, code = -quantum, np.uint8(2)
+            if has_residual:
                 residual[i] = total - sent
-                packed = (packed << 2) | code
-            out[at] = packed
-    else:
-        for at in range(whole):
-            packed = 0
-            for i in range(4 * at, 4 * at + 4):
-                total = values[i]
-                packed = (packed << 2) | (
-                    np.uint8(3) if total >= quantum else np.uint8(2) if total <= -quantum else np.uint8(0)
-                )
-            out[at] = packed
+            packed = (packed << 2) | code
+        out[at] = packed
     packed = 0
     for i in range(4 * whole, values.size):
-        total = values[i] + residual[i] if residual.size else values[i]
+        total = values[i] + residual[i] if has_residual else values[i]
         sent, code = np.float32(0), np.uint8(0)
         if total >= quantum:
             sent, code = quantum, np.uint8(3)
         elif total <= -quantum:
             sent, code = -quantum, np.uint8(2)
-        if residual.size:
+        if has_residual:
             residual[i] = total - sent
         packed |= code << (6 - 2 * (i - 4 * whole))
     if 4 * whole < values.size:

@@ -185,7 +185,9 @@ class CupyDriver:
             finally:
                 self._driver.ctxSetCurrent(before)
         except self._failures as err:
-            raise _driver_error_of(err) from err
+            # The text is `NAME: what it means`, of both kinds; the codes are the same where both have one.
+            name, _, text = str(err).partition(": ")
+            raise DriverError(int(getattr(err, "status", 999)), name, text) from err
 
     def _context_of(self, device: int) -> int:
         """Return a device's context, made if there was none."""
@@ -359,12 +361,6 @@ class CupyDriver:
     def device_of(self, address: int) -> int:
         with self._told(self._used) as runtime:
             return int(runtime.pointerGetAttributes(address).device)
-
-
-def _driver_error_of(error: Exception) -> DriverError:
-    # The text is `NAME: what it means`, of both kinds; the codes are the same where both have one.
-    name, _, text = str(error).partition(": ")
-    return DriverError(int(getattr(error, "status", 999)), name, text)
 
 
 def open_cupy() -> Cuda:

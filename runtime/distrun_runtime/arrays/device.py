@@ -17,7 +17,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -104,9 +104,6 @@ class Device(Protocol):
     def sums(self, items: Iterable[tuple[Sequence[DeviceArray], DeviceArray]]) -> None:
         """Write several sums, as `sum` does each: on a GPU by as few kernels as they allow."""
 
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slices that make up range(size): with one, or on several threads where that pays."""
-
     def elements(self, frame: Buffer, dtype: DType) -> DeviceArray:
         """Return the elements of bytes that came from another process: flat, not to be written.
 
@@ -121,12 +118,6 @@ class Device(Protocol):
 
     def scale(self, array: DeviceArray, factor: float) -> None:
         """Multiply an array that is here; 16-bit floats in float32, rounded once."""
-
-    def host(self, array: DeviceArray) -> Array:
-        """Return an array that is here as a numpy array: its own memory on cpu devices, else a copy."""
-
-    def read(self, array: DeviceArray, out: Array) -> None:
-        """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
 
 
 class ArrayPlace(NamedTuple):
@@ -221,10 +212,6 @@ class CpuDevice:
 
         self.share(sizes, work)
 
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slices that make up range(size), on several threads if there are enough elements."""
-        self.share([size], lambda _, run: work(run))
-
     def share(self, sizes: Sequence[int], work: Callable[[int, slice], None]) -> None:
         """Call `work` for items of these numbers of elements, as `Threads.share` does."""
         self._threads.share(sizes, work)
@@ -253,14 +240,6 @@ class CpuDevice:
                 np.multiply(array, number, out=array)
             else:
                 array[...] = dtypes.narrow(np.multiply(wide, number), array.dtype)
-
-    def host(self, array: Array) -> Array:
-        """Return the array itself: it is in host memory."""
-        return array
-
-    def read(self, array: Array, out: Array) -> None:
-        """Copy an array of this device into another."""
-        copy(array, out)
 
 
 def _sum(parts: Sequence[Array], out: Array) -> None:
@@ -528,7 +507,7 @@ class GpuArrays:
 
     def __init__(self) -> None:
         self._borrowing: Borrowing | None = None
-        self._streams = foreign.Streams()
+        self._stream_of: foreign.StreamOf = foreign.current_stream
 
     def of(self, value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
         """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
@@ -548,8 +527,9 @@ class GpuArrays:
         try:
             if self._borrowing is None:
                 self._borrowing = gpus().borrowing
+                self._stream_of = cache(foreign.current_stream)
             take = self._borrowing.output if is_output else self._borrowing.value
-            return take(value, self._streams)
+            return take(value, self._stream_of)
         except KVError as err:
             from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
 

@@ -33,8 +33,6 @@ _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 """DLDataTypeCode."""
 _VERSION = (1, 0)
 """The newest version of the layout that is read; newer minor versions keep it."""
-_READ_ONLY = 1
-"""DLPACK_FLAG_BITMASK_READ_ONLY."""
 
 
 class _DLTensor(ctypes.Structure):
@@ -104,16 +102,11 @@ class Tensor:
     """What a capsule says. `owner` keeps the memory."""
 
     address: int
-    device_type: int
-    device: int
     dtype: str
     """Such as `float32` or `bfloat16`; `float32x4` of several lanes."""
-    itemsize: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In bytes."""
-    is_readonly: bool | None
-    """None: the producer's version of DLPack does not say."""
     owner: ProducerMemory
 
 
@@ -163,16 +156,16 @@ def read(capsule: object) -> Tensor:
         owner = ProducerMemory(address, versioned.deleter)
         if versioned.major != _VERSION[0]:
             raise BufferError(f"DLPack {versioned.major}.{versioned.minor}: expected {_VERSION[0]}.x")
-        return _tensor(versioned.tensor, bool(versioned.flags & _READ_ONLY), owner)
+        return _tensor(versioned.tensor, owner)
     if _is_valid(capsule, _PLAIN):
         address = _pointer(capsule, _PLAIN)
         managed = _Managed.from_address(address)
         _set_name(capsule, _USED_PLAIN)
-        return _tensor(managed.tensor, None, ProducerMemory(address, managed.deleter))
+        return _tensor(managed.tensor, ProducerMemory(address, managed.deleter))
     raise BufferError(f"expected a DLPack capsule that was not used yet, found {capsule!r:.80}")
 
 
-def _tensor(found: _DLTensor, is_readonly: bool | None, owner: ProducerMemory) -> Tensor:
+def _tensor(found: _DLTensor, owner: ProducerMemory) -> Tensor:
     shape = tuple(found.shape[axis] for axis in range(found.ndim))
     itemsize = (found.bits * found.lanes + 7) // 8
     if found.strides:
@@ -184,14 +177,4 @@ def _tensor(found: _DLTensor, is_readonly: bool | None, owner: ProducerMemory) -
         dtype = "bool"
     if found.lanes != 1:
         dtype += f"x{found.lanes}"
-    return Tensor(
-        address=(found.data or 0) + found.byte_offset,
-        device_type=found.device_type,
-        device=found.device_id,
-        dtype=dtype,
-        itemsize=itemsize,
-        shape=shape,
-        strides=strides,
-        is_readonly=is_readonly,
-        owner=owner,
-    )
+    return Tensor((found.data or 0) + found.byte_offset, dtype, shape, strides, owner)

@@ -45,6 +45,14 @@ ALIGNED = 16
 """Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
 
 
+def owner_of(view: Buffer | Array) -> object:
+    """Return what an array or buffer is a view of in the end: what has the memory."""
+    root: object = view
+    while isinstance(root, (np.ndarray, memoryview)):
+        root = root.base if isinstance(root, np.ndarray) else root.obj
+    return root
+
+
 @lru_cache(maxsize=256)  # numpy makes up a dtype's name each time, slowly
 def name_of(dtype: DType) -> str:
     """Return a dtype's name, as in `NAMES` where it is one of them."""

@@ -8,7 +8,7 @@
 
 No library is ever imported here: a value of one can only come from a module that is loaded. The caller's stream is that
 of the library in the calling thread, now: call `device_array` and `device_output` from the thread that has the array,
-at each use, and keep no view, and no `Streams`, for later calls.
+at each use, and keep no view, and no stream, for later calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -45,6 +45,10 @@ _CAPTURING = (
     "%s's current stream is capturing a CUDA graph, and no graph can hold what a store does; fix: call the store"
     " outside of the capture"
 )
+
+
+StreamOf = Callable[[str, int], Union[int, None]]
+"""Returns what `current_stream` does; one that a call caches asks a library once for a device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -156,22 +160,8 @@ def current_stream(library: str, device: int) -> int | None:
     return None
 
 
-class Streams:
-    """The current streams of one call, in its thread: each library is asked once for a device."""
-
-    def __init__(self) -> None:
-        self._handles: dict[tuple[str, int], int | None] = {}
-
-    def of(self, library: str, device: int) -> int | None:
-        """Return what `current_stream` returns; errors as there."""
-        place = library, device
-        if place not in self._handles:
-            self._handles[place] = current_stream(library, device)
-        return self._handles[place]
-
-
 def device_array(
-    value: object, cuda: Cuda, ours: Callable[[int], Stream], streams: Streams | None = None
+    value: object, cuda: Cuda, ours: Callable[[int], Stream], stream_of: StreamOf = current_stream
 ) -> DeviceView | None:
     """Return a value in GPU memory as a contiguous view to read; None if it is in the host's memory, or no array.
 
@@ -180,29 +170,29 @@ def device_array(
     Arguments:
         cuda: asked for the device of an address, if the value does not tell.
         ours: gives the stream of ours that will read, by device: some libraries let it wait themselves.
-        streams: those of this call, if it has several arrays.
+        stream_of: as `current_stream`.
 
     Raises:
         KVError: it is in memory of another kind of device, or cannot be read there; says what to do.
         StoreClosed: it is on a GPU, and this process was forked from the one that opened CUDA.
     """
-    view = _device_view(value, cuda, ours, streams or Streams())
+    view = _device_view(value, cuda, ours, stream_of)
     if view is not None and not view.is_contiguous:
         raise KVError(_not_contiguous(value, view, "a contiguous copy"))
     return view
 
 
-def device_output(value: object, cuda: Cuda, streams: Streams | None = None) -> DeviceView | None:
+def device_output(value: object, cuda: Cuda, stream_of: StreamOf = current_stream) -> DeviceView | None:
     """Return a value in GPU memory as a contiguous view to write; None if it is in the host's memory, or no array.
 
     Arguments:
-        cuda, streams: as for `device_array`.
+        cuda, stream_of: as for `device_array`.
 
     Raises:
         KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
         StoreClosed: as `device_array`.
     """
-    view = _device_view(value, cuda, None, streams or Streams())
+    view = _device_view(value, cuda, None, stream_of)
     if view is None:
         return None
     if view.is_readonly:
@@ -287,21 +277,23 @@ def refusal(value: object, is_output: bool = False) -> str | None:
 # By library
 
 
-def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, streams: Streams) -> DeviceView | None:
-    view = _unchecked(value, cuda, ours, streams)
+def _device_view(
+    value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, stream_of: StreamOf
+) -> DeviceView | None:
+    view = _unchecked(value, cuda, ours, stream_of)
     if view is not None and not view.address and 0 not in view.shape:
         raise KVError(f"{named(value)} has no memory of its own; fix: give an array with values")
     return view
 
 
-def _unchecked(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, streams: Streams) -> DeviceView | None:
+def _unchecked(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, stream_of: StreamOf) -> DeviceView | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(value, torch, cuda, streams, is_output=ours is None)
+        return _of_torch(value, torch, cuda, stream_of, is_output=ours is None)
     cupy, jax = sys.modules.get("cupy"), sys.modules.get("jax")
     if cupy is not None and isinstance(value, cupy.ndarray):
         cuda.check()
-        return _of_cupy(value, cupy, streams, is_output=ours is None)
+        return _of_cupy(value, cupy, stream_of, is_output=ours is None)
     if jax is not None and isinstance(value, jax.Array):
         if ours is None:
             raise KVError(str(refusal(value, is_output=True)))
@@ -314,7 +306,7 @@ def _unchecked(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, str
     return None
 
 
-def _of_torch(tensor: Any, torch: Any, cuda: Cuda, streams: Streams, is_output: bool) -> DeviceView | None:
+def _of_torch(tensor: Any, torch: Any, cuda: Cuda, stream_of: StreamOf, is_output: bool) -> DeviceView | None:
     place = tensor.device
     if place.type == "cpu":
         return None
@@ -323,7 +315,7 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, streams: Streams, is_output: 
         raise KVError(why)
     cuda.check()
     device = place.index
-    stream = streams.of("torch", device)
+    stream = stream_of("torch", device)
     # A parameter without its gradient's history. What is lazily negated or not contiguous is copied on torch's stream.
     plain = tensor.detach()
     if plain.is_neg():
@@ -346,11 +338,11 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, streams: Streams, is_output: 
     )
 
 
-def _of_cupy(array: Any, cupy: Any, streams: Streams, is_output: bool) -> DeviceView:
+def _of_cupy(array: Any, cupy: Any, stream_of: StreamOf, is_output: bool) -> DeviceView:
     if cupy.cuda.runtime.is_hip:
         raise KVError(f"found {named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
     device = int(array.device.id)
-    stream = streams.of("cupy", device)
+    stream = stream_of("cupy", device)
     if not is_output and not array.flags.c_contiguous:
         with array.device:
             array = cupy.ascontiguousarray(array)

@@ -102,6 +102,10 @@ class GpuArray:
         """Where the elements are."""
         return self.memory.pointer.at(self.begin, self.nbytes)
 
+    def argument(self, use: Use) -> Argument:
+        """Return what a kernel is given that uses the elements so."""
+        return use(self.pointer, self.nbytes)
+
 
 AnyArray = Union[Array, GpuArray]
 
@@ -371,10 +375,6 @@ class GpuDevice:
         number = [np.int64(len(parts))] if len(parts) > gpu_programs.FEW else []
         return partial(launch.run, [*number, np.int64(len(outs))])
 
-    def split(self, size: int, work: Callable[[slice], None]) -> None:
-        """Call `work` with slice(0, size): a GPU shares the work by itself."""
-        work(slice(0, size))
-
     def elements(self, frame: Buffer, dtype: DType) -> GpuArray:
         """Return a copy here of the elements of bytes, which may be overwritten when this returns; those of a frame
         that is on this GPU are not copied."""
@@ -396,8 +396,7 @@ class GpuDevice:
             number = work_dtype(array.dtype).type(factor)
         if kind.startswith("u"):  # integers wrap around: the kernel takes the bits that count
             number = np.int64(int(number) - (1 << 64) if int(number) >= 1 << 63 else int(number))
-        place, nbytes = array.pointer, array.nbytes
-        arguments: list[Argument] = [Read(place, nbytes), number, Write(place, nbytes)]
+        arguments: list[Argument] = [array.argument(Read), number, array.argument(Write)]
         self.launch(gpu_programs.sums(kind, kind), "scale", arguments, array.size, writes=[array])
 
     def host(self, array: GpuArray) -> Array:
@@ -651,8 +650,7 @@ class GpuDevice:
             elif len(some) == 1 and len(kinds) <= gpu_programs.ALONE:
                 ((parts, out),) = some
                 program = gpu_programs.sums(*map(gpu_programs.kind_of, (kinds[0], kind)))
-                used: list[Argument] = [*(Read(part.pointer, part.nbytes) for part in parts)]
-                used.append(Write(out.pointer, out.nbytes))
+                used = [*(part.argument(Read) for part in parts), out.argument(Write)]
                 self.launch(program, gpu_programs.sum_of(len(parts)), used, out.size, reads=parts, writes=[out])
             else:
                 columns = [TensorColumn.of(Read, column) for column in zip(*(parts for parts, _ in some), strict=True)]
@@ -664,8 +662,7 @@ class GpuDevice:
         half = next(part.dtype for part in parts if part.dtype.itemsize == 2)
         columns = [TensorColumn.of(Read, [part]) for part in parts]
         listed = self._list(columns, [out.size], bytes(part.dtype.itemsize == 4 for part in parts))
-        into = Write(out.pointer, out.nbytes)
-        arguments: list[Argument] = [listed.table, listed.flags, into, np.int64(len(parts))]
+        arguments: list[Argument] = [listed.table, listed.flags, out.argument(Write), np.int64(len(parts))]
         program = gpu_programs.sums(*map(gpu_programs.kind_of, (half, out.dtype)))
         self.launch(program, "sum_mixed", arguments, out.size, reads=[*parts, listed.memory], writes=[out])
 

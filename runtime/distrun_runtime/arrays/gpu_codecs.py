@@ -53,7 +53,7 @@ def cast(array: GpuArray, dtype: DType) -> GpuArray:
     out = device.empty(array.shape, dtype)
     if F64 in (array.dtype, dtype):
         kernel = "double_narrow" if dtype == F32 else "double_widen"
-        arguments = [_read(array), _write(out)]
+        arguments = [array.argument(Read), out.argument(Write)]
         device.launch(gpu_programs.codecs(), kernel, arguments, array.size, reads=[array], writes=[out])
     else:
         device.sum([array.reshape(-1)], out.reshape(-1))
@@ -70,7 +70,7 @@ def are_finite(pairs: Iterable[tuple[GpuArray, GpuArray | None]]) -> bool:
         if is_new:
             flags[device] = device.empty((1,), np.dtype(np.uint32))
         wrong = [flags[device]]
-        arguments = [*map(_read, given), _update(wrong[0])]
+        arguments = [*(each.argument(Read) for each in given), wrong[0].argument(Update)]
         zeroed = wrong if is_new else []
         device.launch(gpu_programs.codecs(), kernel, arguments, values.size, reads=given, writes=wrong, zeroed=zeroed)
     return not any(device.host(flag)[0] for device, flag in flags.items())
@@ -128,7 +128,7 @@ def scaled_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> 
     if n:
         device, given = values.device, [values] if residual is None else [values, residual]
         sums = device.empty((min(n, _SUMS),), F64)
-        arguments = [*map(_read, given), _write(sums), np.int64(sums.size)]
+        arguments = [*(each.argument(Read) for each in given), sums.argument(Write), np.int64(sums.size)]
         kernel = "magnitudes" + ("" if residual is None else "_keeping")
         device.launch(gpu_programs.codecs(), kernel, arguments, n, reads=given, writes=[sums])
         scale = np.float32(device.host(sums).sum() / n)
@@ -160,7 +160,7 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     device.sum([values] if residual is None else [residual, values], total)
     bound = _bound(total, count)
     found = device.empty((-(-n // gpu_programs.TOP_PIECE),), np.dtype(np.uint32))
-    _search("find_top", total, [_read(total), bound, _write(found)], writes=[found])
+    _search("find_top", total, [total.argument(Read), bound, found.argument(Write)], writes=[found])
     pieces = device.host(found)
     above, equal = np.cumsum(pieces >> 16, dtype=np.int64), np.cumsum(pieces & 0xFFFF, dtype=np.int64)
     # Of those that equal the bound the first are taken: how many of them, up to the end of each piece.
@@ -168,7 +168,8 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     starts, quotas = np.concatenate([[0], (above + taken)[:-1]]), np.diff(taken, prepend=0)
     shares = device.put(np.stack([starts, quotas], axis=1))
     packed = _room(out, device)
-    arguments = [_update(total), bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
+    kept = [packed[: 4 * count], packed[4 * count :]]
+    arguments = [total.argument(Update), bound, shares.argument(Read), *(each.argument(Write) for each in kept)]
     # The kernel writes the total, too: all that uses it is given to the same queue.
     _search("take_top", total, arguments, reads=[shares], writes=[packed])
     _bring(packed, out)
@@ -181,7 +182,7 @@ def _bound(total: GpuArray, count: int) -> np.uint32:
     prefix, above = 0, 0
     for shift, width in _DIGITS:
         counts = total.device.empty((gpu_programs.BINS,), np.dtype(np.uint64))
-        arguments = [_read(total), *map(np.uint32, (prefix, shift, width)), _update(counts)]
+        arguments = [total.argument(Read), *map(np.uint32, (prefix, shift, width)), counts.argument(Update)]
         _search("count_sizes", total, arguments, writes=[counts], zeroed=[counts])
         # From the largest value of these bits on: how many have it, and how many have it or a larger one.
         numbers = total.device.host(counts[: 1 << width]).astype(np.int64)[::-1]
@@ -212,7 +213,7 @@ def top_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
     """Write or add the elements: those named, all others 0."""
     device, packed = out.device, _here(payload, out.device)
     half = packed.size // 2
-    arguments = [_read(packed[:half]), _read(packed[half:]), _update(out)]
+    arguments = [packed[:half].argument(Read), packed[half:].argument(Read), out.argument(Update)]
     kernel, zeroed = "top_decode" + "_adding" * adds, [] if adds else [out]
     device.launch(gpu_programs.codecs(), kernel, arguments, half // 4, reads=[packed], writes=[out], zeroed=zeroed)
 
@@ -223,11 +224,11 @@ def _encode(
     if not out.size:
         return
     device, packed = values.device, _room(out, values.device)
-    arguments: list[Argument] = [_read(values), *scalars, _write(packed)]
+    arguments: list[Argument] = [values.argument(Read), *scalars, packed.argument(Write)]
     writes = [packed]
     if residual is not None:
         kernel += "_keeping"
-        arguments.insert(1, _update(residual))
+        arguments.insert(1, residual.argument(Update))
         writes.append(residual)
     device.launch(gpu_programs.codecs(), kernel, arguments, values.size, reads=[values], writes=writes)
     _bring(packed, out)
@@ -246,21 +247,9 @@ def _bring(packed: GpuArray, out: Payload) -> None:
 
 def _decode(kernel: str, payload: Payload, scalars: list[np.generic[Any]], out: GpuArray, adds: bool) -> None:
     device, packed = out.device, _here(payload, out.device)
-    arguments = [_read(packed), *scalars, _update(out) if adds else _write(out)]
+    arguments = [packed.argument(Read), *scalars, out.argument(Update if adds else Write)]
     device.launch(gpu_programs.codecs(), kernel + "_adding" * adds, arguments, out.size, reads=[packed], writes=[out])
 
 
 def _here(payload: Payload, device: GpuDevice) -> GpuArray:
     return payload if isinstance(payload, GpuArray) and payload.device is device else device.put(payload)
-
-
-def _read(array: GpuArray) -> Argument:
-    return Read(array.pointer, array.nbytes)
-
-
-def _write(array: GpuArray) -> Argument:
-    return Write(array.pointer, array.nbytes)
-
-
-def _update(array: GpuArray) -> Argument:
-    return Update(array.pointer, array.nbytes)

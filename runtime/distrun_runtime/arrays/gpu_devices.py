@@ -22,7 +22,7 @@ from functools import cache
 from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.cuda import Cuda, Pointer, Stream, never_freed
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.foreign import DeviceView, Streams
+from distrun_runtime.arrays.foreign import DeviceView, StreamOf, current_stream
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpu_memory import Memory, PageLocked
 from distrun_runtime.arrays.gpu_order import Mark, StreamOrdering, StreamQueue, Uses
@@ -141,24 +141,31 @@ class Keeper:
         return not marks
 
 
-class Borrowed(Memory):
-    """Memory of another library's array, for one call."""
+class KeptMemory(Memory):
+    """Memory that is not ours. Its owner is kept until our work on it is over, when nothing of ours refers to it."""
 
-    def __init__(self, view: DeviceView, keeper: Keeper) -> None:
+    def __init__(self, pointer: Pointer, owner: object, keeper: Keeper) -> None:
         self._dropped = keeper.dropped
-        self.pointer = Pointer(view.address, view.device, view.nbytes)
+        self.pointer = pointer
         self.uses = Uses()
-        self.library = view.library
-        self.stream = view.stream
-        """Handle of the stream that the program works on; None: it is not told."""
-        self.is_awaited = view.stream is None and not view.is_immutable
-        """Nothing but the host can tell the program that the memory is free again."""
-        self._kept = KeptOwner(view.owner, self.uses)
+        self._kept = KeptOwner(owner, self.uses)
         self._number = keeper.keep(self._kept)
 
     def __del__(self) -> None:
         # No lock can be taken, and no call made, by whichever thread drops the last reference.
         self._dropped.append(self._number)
+
+
+class Borrowed(KeptMemory):
+    """Memory of another library's array, for one call."""
+
+    def __init__(self, view: DeviceView, keeper: Keeper) -> None:
+        super().__init__(Pointer(view.address, view.device, view.nbytes), view.owner, keeper)
+        self.library = view.library
+        self.stream = view.stream
+        """Handle of the stream that the program works on; None: it is not told."""
+        self.is_awaited = view.stream is None and not view.is_immutable
+        """Nothing but the host can tell the program that the memory is free again."""
 
     def share(self, uses: Uses) -> None:
         """Have the same uses as other memory."""
@@ -180,11 +187,11 @@ class Borrowing:
         """The program's streams, by device, handle and, of a thread's own, thread."""
         self._arrivals: dict[int, StreamQueue] = {}
 
-    def value(self, value: object, streams: Streams | None = None) -> GpuArray:
+    def value(self, value: object, stream_of: StreamOf = current_stream) -> GpuArray:
         """Return an array in GPU memory, to be read.
 
         Arguments:
-            streams: those of this call, if it has several arrays.
+            stream_of: as for `foreign.device_array`; of a call with several arrays one that asks once.
 
         Raises:
             KVError: it cannot be read; says what to do.
@@ -195,23 +202,23 @@ class Borrowing:
             asked.append(self.arrivals(device))
             return asked[-1].stream
 
-        array = self._array(foreign.device_array(value, self.order.cuda, ours, streams))
+        array = self._array(foreign.device_array(value, self.order.cuda, ours, stream_of))
         # By DLPack the library has let that stream wait for its own work: so it counts as the work of that stream.
         for queue in asked:
             with self.order.using(queue, writes=[array.memory.uses]):
                 pass
         return array
 
-    def output(self, value: object, streams: Streams | None = None) -> GpuArray:
+    def output(self, value: object, stream_of: StreamOf = current_stream) -> GpuArray:
         """Return an array in GPU memory, to be written.
 
         Arguments:
-            streams: as for `value`.
+            stream_of: as for `value`.
 
         Raises:
             KVError: it cannot be written; says what to do.
         """
-        return self._array(foreign.device_output(value, self.order.cuda, streams))
+        return self._array(foreign.device_output(value, self.order.cuda, stream_of))
 
     def borrow(self, arrays: Iterable[GpuArray]) -> Loan:
         """Begin to use arrays that `value` and `output` have made in this thread, for one call."""

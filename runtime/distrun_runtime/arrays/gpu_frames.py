@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, owner_of
 from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -64,10 +64,7 @@ def frames_at(place: FramePlace, nbytes: int) -> Array:
 
 def place_of(frame: Buffer | Array) -> FramePlace | None:
     """Return the place of a frame, or of an array that is a view of one; None: it is in host memory."""
-    root: object = frame
-    while isinstance(root, (np.ndarray, memoryview)):
-        root = root.base if isinstance(root, np.ndarray) else root.obj
-    found: FramePlace | None = getattr(root, "place", None)
+    found: FramePlace | None = getattr(owner_of(frame), "place", None)
     return found
 
 

@@ -94,7 +94,7 @@ class GpuPool:
             freed = 0
             while (block := self._any_free()) is not None:
                 try:
-                    self._order.finish_uses(block.uses, writes=True)
+                    self._order.finish_uses(block.uses)
                     self._order.cuda.free(block.pointer)
                 except BaseException:
                     self.dropped.append(block)
@@ -135,7 +135,8 @@ class GpuPool:
                 return block
             if self.limit is not None and self.size + size > self.limit:
                 if is_last:
-                    raise self._beyond(size, self.limit)
+                    text, left = "the memory pool's limit is reached", self.limit - self.size
+                    raise CudaOutOfMemory("alloc", self._device, "limit", text, size, left, self.limit)
                 return None
             self.size += size
         # Not under the lock: it can take as long as the GPU works.
@@ -159,10 +160,6 @@ class GpuPool:
         while self.dropped:
             block = self.dropped.popleft()
             self._free.setdefault(block.pointer.nbytes, []).append(block)
-
-    def _beyond(self, size: int, limit: int) -> CudaError:
-        text = "the memory pool's limit is reached"
-        return CudaOutOfMemory("alloc", self._device, "limit", text, size, limit - self.size, limit)
 
 
 def rounded(nbytes: int) -> int:
@@ -274,7 +271,7 @@ class Staging:
             self._order.finish(slot.mark)
             slot.mark = None
         # If a call failed after a copy had been given, there is no mark behind it.
-        self._order.finish_uses(slot.uses, writes=True)
+        self._order.finish_uses(slot.uses)
 
     def _oldest_slot(self) -> _HostSlot:
         """Return the slot that was used longest ago; a copy from it may be under way."""

@@ -127,10 +127,7 @@ class StreamOrdering:
             reads: the memory was lent before, and the program has only read it since.
         """
         with self.locked():
-            # The handle may be that of another stream by now, which has not waited for anything.
-            queue.seen.clear()
-            queue.count += 1
-            self._record(queue)
+            self._note_program(queue)
             for each in uses:
                 if reads:
                     each.readers[queue] = queue.count
@@ -200,9 +197,9 @@ class StreamOrdering:
             self.cuda.give_up(error)
             raise error from None
 
-    def finish_uses(self, uses: Uses, *, writes: bool) -> None:
-        """Return when the host may read some memory, or write or end it."""
-        for queue, count in _covering_first(uses.before_writing() if writes else uses.before_reading()):
+    def finish_uses(self, uses: Uses) -> None:
+        """Return when the host may write some memory, or end it."""
+        for queue, count in _covering_first(uses.before_writing()):
             if self._known.get(queue, 0) < count:
                 self.finish(self.mark(queue))
 
@@ -217,9 +214,7 @@ class StreamOrdering:
                 continue
             if other.recorded < count:
                 self._record(other)
-            self.cuda.wait(queue.stream, other.event)
-            _raise_counts(queue.seen, other.known)
-            queue.seen.pop(queue, None)
+            self._wait(queue, other.event, other.known)
 
     def begin_after(self, pairs: Iterable[tuple[StreamQueue, StreamQueue]]) -> None:
         """Let later operations of each queue wait for all that the program has given a stream of its own so far.
@@ -228,11 +223,8 @@ class StreamOrdering:
         """
         with self.locked():
             for queue, program in pairs:
-                program.seen.clear()  # as in `note_program_use`
-                program.count += 1
-                self._record(program)
-                self.cuda.wait(queue.stream, program.event)
-                _raise_counts(queue.seen, program.known)
+                self._note_program(program)
+                self._wait(queue, program.event, program.known)
 
     def end_before(self, pairs: Iterable[tuple[StreamQueue, StreamQueue]]) -> list[Mark]:
         """Let what the program gives its streams later wait for all that queues were given; return marks behind it."""
@@ -240,10 +232,21 @@ class StreamOrdering:
             marks = []
             for queue, program in pairs:
                 marks.append(mark := self._marked(queue))
-                self.cuda.wait(program.stream, mark.event)
-                _raise_counts(program.seen, mark.known)
-                program.seen.pop(program, None)
+                self._wait(program, mark.event, mark.known)
             return marks
+
+    def _note_program(self, queue: StreamQueue) -> None:
+        """Count all that the program has given a stream of its own by now as one operation, and record its event."""
+        # The handle may be that of another stream by now, which has not waited for anything.
+        queue.seen.clear()
+        queue.count += 1
+        self._record(queue)
+
+    def _wait(self, queue: StreamQueue, event: Event, known: dict[StreamQueue, int]) -> None:
+        """Let later operations of a queue wait for an event, after which all that is `known` is over."""
+        self.cuda.wait(queue.stream, event)
+        _raise_counts(queue.seen, known)
+        queue.seen.pop(queue, None)
 
     def _marked(self, queue: StreamQueue) -> Mark:
         device = queue.stream.device

@@ -29,7 +29,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import SHARED_UNIT, CudaError, Event, HostMemory, Pointer
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpu_devices import Keeper, KeptOwner
+from distrun_runtime.arrays.gpu_devices import KeptMemory
 from distrun_runtime.arrays.gpu_frames import IN_USE, SegmentOffer, frames_at, place_of, readable
 from distrun_runtime.arrays.gpu_memory import Memory
 from distrun_runtime.arrays.gpu_order import StreamOrdering, Uses
@@ -41,6 +41,8 @@ from distrun_runtime.arrays.shared_memory import (
     SEGMENT_BYTES,
     FreeRuns,
     address_of,
+    first_free,
+    note_free,
 )
 from distrun_runtime.errors import KVError
 
@@ -145,10 +147,9 @@ class GpuExports:
         nbytes = math.prod(shape) * dtype.itemsize
         size = -(-max(1, nbytes) // PAGE) * PAGE
         with self._lock:
-            self._take_back()
+            note_free(self._unused)
             segments = [each for each in self.segments if among is None or each.number in among]
-            places = ((segment, segment.take(size)) for segment in segments)
-            place = next((each for each in places if each[1] >= 0), None)
+            place = first_free(segments, size)
             if place is None and len(segments) == len(self.segments):
                 made = self._make(size + PAGE)
                 place = None if made is None or among is not None else (made, made.take(size))
@@ -177,7 +178,7 @@ class GpuExports:
     def trim(self) -> None:
         """Give the segments back of which nothing is in use; until `close`, not the first one, which others know."""
         with self._lock:
-            self._take_back()
+            note_free(self._unused)
             kept = 0 if self._is_closed else 1
             gone = [each for each in self.segments[kept:] if each.free == [(PAGE, each.pointer.nbytes)]]
             with self.descriptors:
@@ -193,12 +194,6 @@ class GpuExports:
         """Give all segments back: now, or what is in use by the first `trim` of the device's pool after that."""
         self._is_closed = True
         self.trim()
-
-    def _take_back(self) -> None:
-        """Note what is free again. Call with the lock held."""
-        while self._unused:
-            segment, begin, end = self._unused.popleft()
-            segment.give_back(begin, end)
 
     def _make(self, nbytes: int) -> GpuSegment | None:
         """Return a new segment with room for so many bytes; None: there is none. Call with the lock held."""
@@ -243,7 +238,7 @@ class GpuExports:
 
     def _end(self, segment: GpuSegment) -> None:
         """Give the memory of a segment back, once it is not used any more. Its descriptor is closed."""
-        self.order.finish_uses(segment.uses, writes=True)
+        self.order.finish_uses(segment.uses)
         self.order.cuda.close_shared(segment.pointer)
 
     def _account(self, size: int) -> bool:
@@ -311,20 +306,10 @@ class Arrival:
         return self.is_over
 
 
-class _Imported(Memory):
-    """Memory of another process, as long as arrays of ours refer to it; its frame is kept until it was read."""
+class _Imported(KeptMemory):
+    """Memory of another process, which a frame of a message owns."""
 
     is_shared = True
-
-    def __init__(self, pointer: Pointer, frame: Buffer, keeper: Keeper) -> None:
-        self._dropped = keeper.dropped
-        self.pointer = pointer
-        self.uses = Uses()
-        self._number = keeper.keep(KeptOwner(frame, self.uses))
-
-    def __del__(self) -> None:
-        # No lock can be taken, and no call made, by whichever thread drops the last reference.
-        self._dropped.append(self._number)
 
 
 class GpuMapping:

@@ -22,15 +22,15 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.cores import control_groups, touch
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, owner_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import RuntimeFault
@@ -158,6 +158,22 @@ class FreeRuns:
             self.free[index - 1 : index + 1] = [(self.free[index - 1][0], self.free[index][1])]
 
 
+Free = TypeVar("Free", bound=FreeRuns)
+
+
+def first_free(segments: Iterable[Free], size: int) -> tuple[Free, int] | None:
+    """Return the first segment in which so many bytes are free, and where: they are in use from now on; None: none."""
+    places = ((segment, segment.take(size)) for segment in segments)
+    return next((place for place in places if place[1] >= 0), None)
+
+
+def note_free(unused: deque[tuple[Free, int, int]]) -> None:
+    """Note of each segment which of its bytes, from begin to end, are free again."""
+    while unused:
+        segment, begin, end = unused.popleft()
+        segment.give_back(begin, end)
+
+
 @dataclass(eq=False)
 class Segment(FreeRuns):
     """One segment of this process."""
@@ -212,7 +228,8 @@ class Pool:
         if own_pid() != self._pid or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
-            place = self._found(size)
+            note_free(self._unused)
+            place = first_free(self._segments, size)
             made = self._grown(size) if place is None else None
             if made is not None:
                 place = made, made.take(size)
@@ -319,26 +336,11 @@ class Pool:
         for segment in segments:
             BLOCKS.drop(segment.memory)
 
-    def _found(self, size: int) -> tuple[Segment, int] | None:
-        """Return where an array fits that is in use from now on; None: nowhere. Call with the lock held."""
-        self._take_back()
-        for segment in self._segments:
-            begin = segment.take(size)
-            if begin >= 0:
-                return segment, begin
-        return None
-
-    def _take_back(self) -> None:
-        """Note what is free again. Call with the lock held."""
-        while self._unused:
-            segment, begin, end = self._unused.popleft()
-            segment.give_back(begin, end)
-
     def _trim(self) -> None:
         if os.getpid() != self._pid or self._is_closed or self._reserved:
             return
         with self._lock:
-            self._take_back()
+            note_free(self._unused)
             kept = [
                 segment
                 for number, segment in enumerate(self._segments)
@@ -473,8 +475,8 @@ def stitched(pieces: Sequence[Array], kept: Stitched) -> Array | None:
             is_aligned = not any(address % PAGE for address, _ in places) and not any(n % PAGE for _, n in places[:-1])
             if not (sys.platform.startswith("linux") and is_aligned and places[-1][1]):
                 return None
-            roots = [_mapping_of(piece) for piece in pieces]
-            memory = None if None in roots else _mapped_again(places)
+            roots = list(map(owner_of, pieces))
+            memory = _mapped_again(places) if {type(root) for root in roots} == {mmap.mmap} else None
             if memory is None:
                 return None
             known = kept[places] = memory, cast("list[mmap.mmap]", roots)
@@ -484,14 +486,6 @@ def stitched(pieces: Sequence[Array], kept: Stitched) -> Array | None:
     array: Array = np.frombuffer(known[0], pieces[0].dtype, sum(len(piece) for piece in pieces))
     weakref.finalize(array, len, list(pieces)).atexit = False
     return array
-
-
-def _mapping_of(array: Array) -> mmap.mmap | None:
-    """Return the mapping that an array is a view of; None: its memory is of another kind."""
-    root: object = array
-    while isinstance(root, (np.ndarray, memoryview)):
-        root = root.base if isinstance(root, np.ndarray) else root.obj
-    return root if isinstance(root, mmap.mmap) else None
 
 
 def _mapped_again(places: Sequence[tuple[int, int]]) -> Any | None:

@@ -167,10 +167,10 @@ def step(
         rule.step(weight, parts[0], state, knobs)
         return
     step_over = _by_parts(rule, WeightStep(weight, parts, state, knobs), device)
-    if device is None or len(weight) <= CHUNK:
-        step_over(slice(0, len(weight)))
+    if isinstance(device, CpuDevice) and len(weight) > CHUNK:
+        device.share([len(weight)], lambda _, run: step_over(run))
     else:
-        device.split(len(weight), step_over)
+        step_over(slice(0, len(weight)))
 
 
 class WeightStep(NamedTuple):

@@ -129,7 +129,8 @@ class Pulls:
             ranks: the workers that it is for.
             own: the worker whose contribution has come, if it is to come at all; None: that is not known.
         """
-        pull, store = self._opened(link, ranks, batch, now), batch.store
+        pull, store = opened(link, ranks, batch, now, self._next(now)), batch.store
+        self._open[pull.ticket] = pull
         if batch.message.payloads:
             pull.rows = payloads_of(batch.entries, batch.message.payloads)
         if store.pending:
@@ -138,11 +139,6 @@ class Pulls:
         np.add.at(store.owed[store.row[pull.rank]], batch.shards, 1)
         actions = self._look(pull, own)
         return [*actions, *self._refuse_hopeless(pull)] if pull.ticket in self._open else actions
-
-    def _opened(self, link: str, ranks: tuple[int, ...], batch: role.Batch, now: float) -> Pull:
-        pull = opened(link, ranks, batch, now, self._next(now))
-        self._open[pull.ticket] = pull
-        return pull
 
     def _next(self, now: float) -> int:
         """Return the ticket of a pull that comes at time `now`."""

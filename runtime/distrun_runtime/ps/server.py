@@ -85,6 +85,12 @@ def _set_rounds(store: Store | None, rounds: Mapping[int, int]) -> None:
             store.set_round(shard, number)
 
 
+def _table_of(work: role.EngineWork) -> Store | None:
+    """Return the table of the shards that work is about; None: it is about a rule, or about a whole store."""
+    found = getattr(getattr(work, "batch", work), "store", None)
+    return found if isinstance(found, Store) else None
+
+
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
@@ -731,23 +737,8 @@ class Server:
                 return self._cleared(what)
             case role.Deliver():
                 return []  # The loop has sent the reply (`engine.Reply`).
-            case (
-                role.TryFill(store=store)
-                | role.Fill(batch=role.Batch(store=store))
-                | role.Assign(batch=role.Batch(store=store))
-                | role.Forget(batch=role.Batch(store=store))
-                | role.Reserve(store=store)
-                | role.Forward(store=store)
-                | role.Lend(store=store)
-                | role.Add(batch=role.Batch(store=store))
-                | role.Check(batch=role.Batch(store=store))
-                | role.Step(batch=role.Batch(store=store))
-                | role.Apply(store=store)
-                | role.FinishUpdate(store=store)
-            ) if (
-                self._relay.store(relayed(store.number)) if store.is_relayed else self._stores.get(store.number)
-            ) is not store:
-                return []  # It is closed, or its script is over.
+            case what if self._is_over(_table_of(what)):
+                return []
             case (role.Fill() | role.Assign() | role.Forget()) as what if what.link:
                 return self._filled(what, event)
             case role.Forget() as what:
@@ -777,6 +768,13 @@ class Server:
             case role.TryRule() | role.SetRule() | role.Save() | role.Load() as what:
                 return self._scheduled(what, event)
         raise AssertionError(f"{event.work} reports nothing")
+
+    def _is_over(self, store: Store | None) -> bool:
+        """Whether a store that work was about is closed, or its script is over."""
+        if store is None:
+            return False
+        number = store.number
+        return (self._relay.store(relayed(number)) if store.is_relayed else self._stores.get(number)) is not store
 
     def _scheduled(
         self, what: role.TryRule | role.SetRule | role.Save | role.Load, event: role.WorkDone

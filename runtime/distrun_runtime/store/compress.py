@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
+from distrun_runtime.arrays.device import Device, DeviceArray, copy, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.arrays.shared_memory import Pool, address_of
 from distrun_runtime.contract.dataclass import dataclass
@@ -448,7 +448,7 @@ class _Packed:
     def bring(self) -> None:
         """Copy to the buffer what was written elsewhere."""
         for device, begin, end in self._runs:
-            device.read(self._rooms[device][begin:end], self._room[begin:end])
+            copy(self._rooms[device][begin:end], self._room[begin:end])
 
 
 def _gpus_of(values: Sequence[DeviceArray]) -> list[Device | None]:

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,7 +189,7 @@ class LocalRule:
 
     def _make_on_gpus(self, steps: Sequence[_WeightUpdate]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs: one kernel for all that are alike."""
-        borrowing, streams = devices.gpus().borrowing, foreign.Streams()
+        borrowing, stream_of = devices.gpus().borrowing, cache(foreign.current_stream)
         buffers = [
             [(replica, replica.weight_buffer()) for replica in (self._replica(step.place), *step.others)]
             for step in steps
@@ -199,8 +200,8 @@ class LocalRule:
                 given = [
                     _GpuStep(
                         step,
-                        borrowing.value(step.grad, streams),
-                        [borrowing.output(each, streams) if is_near(each) else each for _, each in its],
+                        borrowing.value(step.grad, stream_of),
+                        [borrowing.output(each, stream_of) if is_near(each) else each for _, each in its],
                         its,
                     )
                     for step, its in zip(steps, buffers, strict=True)

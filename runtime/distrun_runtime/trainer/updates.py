@@ -66,7 +66,7 @@ class StoreUpdates:
         """Give rule and weights to the store; all workers have rank 0's weights then. Collective."""
         self._store.reserve(RESERVED % self._store.type)
         try:
-            self._agreed = self._with_multipliers()
+            self._agreed = _with_multipliers(self.spec, self._params)
             self._exchange.agree(trainer_facts(self._agreed, self._names(), True))
             # Before the weights: with multi_precision, servers then make the masters of all of them.
             self._store.set_optimizer(self.spec.name, replace=None, **cast(Dict[str, Any], self.spec.params))
@@ -176,17 +176,12 @@ class StoreUpdates:
         """Give the rule the multipliers of all parameters, if they were changed or `anew`."""
         if self.multipliers_are_sent and not anew:
             return
-        spec = self._with_multipliers()
+        spec = _with_multipliers(self.spec, self._params)
         if anew or spec != self.spec:
             rates, decays = _multipliers(self._params)
             self._store.set_multipliers(lr=rates, wd=decays)
             self.spec = spec
         self.multipliers_are_sent = True
-
-    def _with_multipliers(self) -> RuleSpec:
-        """Return the rule with the multipliers that the parameters have now."""
-        rates, decays = _multipliers(self._params)
-        return self.spec.changed({"lr_mult": rates, "wd_mult": decays})
 
     # --- weights that were changed outside of steps
 
@@ -460,8 +455,7 @@ class OwnUpdates:
     def send_multipliers(self) -> None:
         """Give the rule the multipliers of all parameters, if they were changed."""
         if not self.multipliers_are_sent:
-            rates, decays = _multipliers(self._params)
-            spec = self.spec.changed({"lr_mult": rates, "wd_mult": decays})
+            spec = _with_multipliers(self.spec, self._params)
             if spec != self.spec:
                 self._rule.change(spec)
             self.multipliers_are_sent = True
@@ -505,6 +499,12 @@ def _multipliers(params: Sequence[Parameter]) -> tuple[dict[int | str, float], d
     """Return multipliers of the learning rate and of the weight decay, by index."""
     rates: dict[int | str, float] = {index: one.lr_mult for index, one in enumerate(params)}
     return rates, {index: one.wd_mult for index, one in enumerate(params)}
+
+
+def _with_multipliers(spec: RuleSpec, params: Sequence[Parameter]) -> RuleSpec:
+    """Return a rule with the multipliers that the parameters have now."""
+    rates, decays = _multipliers(params)
+    return spec.changed({"lr_mult": rates, "wd_mult": decays})
 
 
 def _refuse_file(path: str) -> None:

@@ -26,17 +26,9 @@ def test_numpys_capsules_say_what_numpy_says(dtype: str, version: tuple[int, int
     array = np.zeros((3, 4), dtype)[::2, ::-1]
     found = dlpack.read(exported(array, version))
     assert found.address == array.__array_interface__["data"][0]
-    assert (found.shape, found.strides, found.itemsize) == (array.shape, array.strides, array.itemsize)
-    assert (found.dtype, found.device_type, found.device) == (dtype, dlpack.CPU, 0)
-    assert found.is_readonly is (None if version is None else False)
+    assert (found.shape, found.strides, found.dtype) == (array.shape, array.strides, dtype)
     empty = dlpack.read(exported(np.zeros((), dtype), version))
     assert (empty.shape, empty.strides) == ((), ())
-
-
-def test_a_read_only_array_says_so() -> None:
-    array = np.zeros(2)
-    array.flags.writeable = False
-    assert dlpack.read(array.__dlpack__(max_version=(1, 0))).is_readonly is True
 
 
 @VERSIONS
@@ -82,11 +74,11 @@ def test_a_newer_layout_is_refused_and_its_producer_told() -> None:
 def test_addresses_offsets_lanes_and_missing_strides_are_understood(version: tuple[int, int] | None) -> None:
     memory = Memory((2, 3, 4), "int16", device=3, address=0x7000)
     found = dlpack.read(capsule(memory, version=version, offset=64, compact=True))
-    assert (found.address, found.device_type, found.device) == (0x7000, dlpack.CUDA, 3)
+    assert found.address == 0x7000
     assert found.strides == (24, 8, 2)
     assert dlpack.read(capsule(Memory(dtype="bfloat16"), version=version)).dtype == "bfloat16"
     wide = dlpack.read(capsule(Memory((2,)), version=version, lanes=4))
-    assert (wide.dtype, wide.itemsize, wide.strides) == ("float32x4", 16, (16,))
+    assert (wide.dtype, wide.strides) == ("float32x4", (16,))
 
 
 def test_a_forked_child_does_not_tell_the_producer() -> None:

@@ -223,7 +223,7 @@ def the_memory_is_not_kept(self: GpuArray, device: Any, memory: Memory, *rest: A
     TRUE["array"](self, device, weak, *rest)
 
 
-def nothing_is_over_before_it_is_freed(self: StreamOrdering, uses: Uses, *, writes: bool) -> None:
+def nothing_is_over_before_it_is_freed(self: StreamOrdering, uses: Uses) -> None:
     pass
 
 
