@@ -68,6 +68,11 @@ def test_four(job, placement, rule):
 
 def test_alone(placement):
     pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+def test_slow(job, placement, servers):
+    pass
 """
 LIMITS = """\
 import pytest
@@ -153,23 +158,29 @@ def test_a_quick_run_of_a_job_in_threads_has_each_path_placement_and_case_once(t
         found = variants(out, name)
         assert len(found) == count
         assert sorted(len(set(column)) for column in zip(*found, strict=True)) == sorted(each), found
-    assert "left out: %d tests" % (3 + 9 + 20) in out
+    assert "test_slow" not in out
+    assert "left out: %d tests" % (3 + 9 + 20 + 12) in out
     code, out = run(tmp_path, tests=JOBS)
     assert code == 0, out
-    assert "44 passed" in out
+    assert "56 passed" in out
 
 
 def test_a_run_of_pairs_has_each_pair_of_a_path_a_placement_and_a_case_and_what_a_quick_run_has(tmp_path: Path) -> None:
     _, quick = run(tmp_path, "--quick", tests=JOBS)
     code, out = run(tmp_path, "--pairs", tests=JOBS)
     assert code == 0, out
-    left_out = 44 - out.count(" PASSED")
+    left_out = 56 - out.count(" PASSED")
     assert left_out > 0
     assert (
         "left out: %d variants of jobs in threads, beyond each pair; to run them too:  .venv/bin/pytest" % left_out
         in out
     )
-    for name, most, values in (("test_one", 6, [3, 2]), ("test_two", 8, [3, 2, 2]), ("test_four", 14, [3, 2, 4])):
+    for name, most, values in (
+        ("test_one", 6, [3, 2]),
+        ("test_two", 8, [3, 2, 2]),
+        ("test_four", 14, [3, 2, 4]),
+        ("test_slow", 8, [3, 2, 2]),
+    ):
         found = variants(out, name)
         assert len(found) <= most
         assert all(each in found for each in variants(quick, name))

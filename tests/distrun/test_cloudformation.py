@@ -13,8 +13,6 @@ from typing import Any
 import jmespath
 import pytest
 from awskit import TEMPLATE, Account, aws, aws_server
-from cfnlint import api
-from cfnlint.decode import decode_str
 
 __all__ = ["aws", "aws_server"]
 pytestmark = pytest.mark.timeout(600)  # Amazon's program takes a second of processor time a call
@@ -99,7 +97,16 @@ def listed(aws: Account) -> dict[Any, list[Any]]:
     return {kind: sorted(aws.found(*where)) for kind, where in [*LISTS.items(), *((cost, cost) for cost in COSTS)]}
 
 
+def decoded() -> Any:
+    """Return the template as cfn-lint reads it, which takes a second to import: not for each process of `-n`."""
+    from cfnlint.decode import decode_str
+
+    return decode_str(TEMPLATE)[0]
+
+
 def test_cfn_lint_has_nothing_to_say() -> None:
+    from cfnlint import api
+
     found = api.lint(TEMPLATE, config=api.ManualArgs(regions=["us-east-1", "eu-central-1"], include_checks=["I"]))
     assert [str(one) for one in found] == []
 
@@ -121,13 +128,13 @@ def test_cfn_lint_has_nothing_to_say() -> None:
 )
 def test_a_parameter_takes_only_what_it_is_for(parameter: str, taken: list[str], refused: list[str]) -> None:
     """AWS compares the whole value. Nothing that means something to a shell or in a policy comes through."""
-    template, _ = decode_str(TEMPLATE)
+    template = decoded()
     pattern = template["Parameters"][parameter]["AllowedPattern"]
     assert [value for value in [*taken, *refused] if re.fullmatch(pattern, value)] == taken
 
 
 def test_the_page_has_a_row_for_every_parameter_with_its_default() -> None:
-    template, _ = decode_str(TEMPLATE)
+    template = decoded()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) ?\| ", PAGE.partition("### Create")[2], re.MULTILINE))
     parameters = template["Parameters"]
     defaults = {name: str(parameters[name].get("Default", "")) for name in parameters}
@@ -136,7 +143,7 @@ def test_the_page_has_a_row_for_every_parameter_with_its_default() -> None:
 
 
 def test_the_stack_waits_for_a_signal_of_every_host() -> None:
-    template, _ = decode_str(TEMPLATE)
+    template = decoded()
     waits = {name: one["CreationPolicy"] for name, one in template["Resources"].items() if "CreationPolicy" in one}
     assert {name: wait["ResourceSignal"].get("Count", 1) for name, wait in waits.items()} == {
         "FirstHost": 1,

@@ -45,7 +45,7 @@ def test_distrun_kill_returns_when_nothing_is_left_of_a_job_one_of_whose_pods_ha
     wait_until(lambda: "Failed" in [each["status"]["phase"] for each in pods(lab)], 30, "its pod has failed")
     killed = lab.distrun("kill", "mine")
     assert killed.code == 0, killed.err
-    assert not [each for each in lab.cluster.left() if not each.startswith("secret/")]
+    assert not [each for each in lab.cluster.left() if not each.startswith("secrets/")]
     lab.nothing_stays()
 
 
@@ -185,7 +185,7 @@ def test_a_job_whose_launcher_was_killed_while_it_created_that_goes_by_itself(ki
         assert job["spec"]["parallelism"] == 0
         job["spec"]["activeDeadlineSeconds"] = 1
     for each in made:
-        each["spec"]["ttlSecondsAfterFinished"] = 1
+        each["spec"]["ttlSecondsAfterFinished"] = 3  # so that they are seen
     lab.cluster.create(*made)
     wait_until(lambda: len(lab.cluster.get(JOBS)) == 2, 30, "the Jobs are there")
     wait_until(lambda: not lab.cluster.left(), 30, "nothing is left in Kubernetes")
@@ -239,7 +239,9 @@ def test_a_preempted_pod_is_explained(lab: PodSite) -> None:
     urgent = {"metadata": {"name": "urgent"}, "value": 1000, "apiVersion": "scheduling.k8s.io/v1"}
     container = {"name": "one", "image": "debian:12", "command": ["true"], "resources": {"limits": {"cpu": 3}}}
     pod = {"restartPolicy": "Never", "priorityClassName": "urgent", "containers": [container]}
-    running = lab.begin_launch(*SHORT, "-n", "3", "-s", "0", "--worker-cores", "3", STAY)
+    # Its tasks take longer to end than distrun looks at pods.
+    slow = "trap 'sleep 4; exit' TERM; echo up; while :; do sleep 0.1; done"
+    running = lab.begin_launch("--grace", "10", "-n", "3", "-s", "0", "--worker-cores", "3", slow)
     up(running, 3)
     names = {each["metadata"]["name"] for each in pods(lab)}
     lab.cluster.create({"kind": "PriorityClass", **urgent})
@@ -250,7 +252,7 @@ def test_a_preempted_pod_is_explained(lab: PodSite) -> None:
     finally:
         lab.cluster.kubectl("delete", "pod,priorityclass", "urgent")
     # A pod may go before distrun looks at it. This event stays.
-    [event] = lab.cluster.get("events", "--field-selector=reason=Preempted")
+    [event] = lab.cluster.get("events", fieldSelector="reason=Preempted")
     assert event["involvedObject"]["name"] in names
     lab.nothing_stays()
 

@@ -64,11 +64,15 @@ def apply(lab: KubernetesSite, launch: str = LAUNCH) -> None:
 
 def end_of_pod(lab: KubernetesSite, code: int) -> str:
     """Wait until the launcher's pod has ended with a code; return what it said."""
-    phase = ("get", "pod", NAME, "-o", "jsonpath={.status.phase}")
-    wait_until(lambda: lab.cluster.kubectl(*phase) in ("Succeeded", "Failed"), LIMIT_S, "the pod has ended")
+
+    def status() -> dict[str, Any]:
+        [pod] = lab.cluster.get("pods", fieldSelector="metadata.name=" + NAME)
+        return dict(pod["status"])
+
+    wait_until(lambda: status()["phase"] in ("Succeeded", "Failed"), LIMIT_S, "the pod has ended")
     said = lab.cluster.kubectl("logs", NAME)
-    ended = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
-    assert int(lab.cluster.kubectl("get", "pod", NAME, "-o", ended)) == code, said
+    [container] = status()["containerStatuses"]
+    assert container["state"]["terminated"]["exitCode"] == code, said
     return said
 
 
@@ -159,7 +163,7 @@ def test_launcher_in_a_pod_ends_with_the_code_of_its_job_and_leaves_nothing(
     assert "orbidden" not in said
     if not code:
         assert sorted(re.findall(r"\| (rank \d)$", said, re.MULTILINE)) == ["rank 0", "rank 1"]
-    wait_until(lambda: lab.cluster.left() == [f"pod/{NAME}"], LIMIT_S, "nothing is left of the job in Kubernetes")
+    wait_until(lambda: lab.cluster.left() == [f"pods/{NAME}"], LIMIT_S, "nothing is left of the job in Kubernetes")
 
 
 def test_launcher_that_is_deleted_stops_its_job_first(ready: KubernetesSite) -> None:

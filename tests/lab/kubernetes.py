@@ -23,16 +23,19 @@ import base64
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import json
 import os
 import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +88,8 @@ PRIVATE_IMAGE = "images.private.test/some:1"
 KINDS = "jobs,pods,services,secrets,persistentvolumeclaims,resourcequotas"
 """What tests leave in the user's namespace, without JobSets."""
 JOBSETS = "jobsets.jobset.x-k8s.io"
+GROUPS = {"jobs": "/apis/batch/v1", JOBSETS: "/apis/jobset.x-k8s.io/v1alpha2"}
+"""Where the API has kinds that are not in its core."""
 WEBHOOKS = "https://%s:9443" % ADDRESS
 """Where the JobSet controller is asked about objects that are to be created."""
 
@@ -285,6 +290,8 @@ class Kubernetes:
             self.begin(name, *words)
         if self.has_jobsets:
             self.begin(JOBSET)
+        self.begin("kubectl", "proxy", "--unix-socket=" + str(STATE / "proxy"))
+        self._wait((self.folder / "proxy").exists, "kubectl passes requests on", "kubectl")
         for host in self.lab.hosts.values():
             self.start(host)
         self._make_user()
@@ -336,9 +343,32 @@ class Kubernetes:
         argv = [str(programs() / "kubectl"), "--kubeconfig", str(STATE / "admin"), "-n", NAMESPACE, *words]
         return self.lab.inside(*argv, text=text, check=check)
 
-    def get(self, kind: str, *words: str) -> list[dict[str, Any]]:
-        """Return the objects of a kind in the user's namespace."""
-        return list(json.loads(self.kubectl("get", kind, "-o", "json", *words))["items"])
+    def get(self, kinds: str, **asked: str) -> list[dict[str, Any]]:
+        """Return the objects of some kinds in the user's namespace; `asked` are parameters, such as labelSelector.
+
+        A request over `kubectl proxy` takes a hundredth of the processor time that a call of kubectl takes.
+
+        Raises:
+            LabError: the request failed.
+        """
+        found = []
+        for kind in kinds.split(","):
+            place = "" if kind == "nodes" else "/namespaces/" + NAMESPACE
+            path = "%s%s/%s" % (GROUPS.get(kind, "/api/v1"), place, kind.partition(".")[0])
+            found += self._asked("%s?%s" % (path, urllib.parse.urlencode(asked)))["items"]
+        return found
+
+    def _asked(self, path: str) -> dict[str, Any]:
+        try:
+            with contextlib.closing(_Proxied(self.folder / "proxy")) as connection:
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                text = answer.read()
+            if answer.status == http.client.OK:
+                return dict(json.loads(text))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise LabError("%s: %s" % (path, error)) from error
+        raise LabError("%s: %d %s" % (path, answer.status, text.decode(errors="replace").strip()))
 
     def create(self, *objects: Mapping[str, Any]) -> None:
         """Create objects."""
@@ -354,19 +384,22 @@ class Kubernetes:
         return found
 
     def left(self) -> list[str]:
-        """Return what there is in the user's namespace, beside what belongs to the namespace.
+        """Return the names of what there is in the user's namespace, beside what belongs to the namespace.
 
         Raises:
-            LabError: kubectl still fails after `ANSWERS_S`, with its words.
+            LabError: a request still fails after `ANSWERS_S`.
         """
         end = time.monotonic() + ANSWERS_S
         while True:
             try:
-                return self.kubectl("get", self.kinds, "-o", "name").split()
+                return ["%s/%s" % (kind, name) for kind in self.kinds.split(",") for name in self._names(kind)]
             except LabError:
                 if time.monotonic() > end:
                     raise
             time.sleep(0.2)
+
+    def _names(self, kind: str) -> list[str]:
+        return [each["metadata"]["name"] for each in self.get(kind)]
 
     def settle(self) -> None:
         """Delete what there is in the user's namespace, and wait until all nodes are ready."""
@@ -444,6 +477,20 @@ def _write(path: Path, text: str) -> None:
     """Write a private file."""
     path.touch(mode=0o600)
     path.write_text(text)
+
+
+class _Proxied(http.client.HTTPConnection):
+    """A connection to the API server, with the rights of the administrator, through the socket of `kubectl proxy`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ANSWERS_S)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
 
 
 def is_kubelet(process: Process) -> bool:

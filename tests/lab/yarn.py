@@ -185,7 +185,7 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.scheduler.minimum-allocation-mb": "64",
         "yarn.scheduler.maximum-allocation-mb": str(MEMORY_MB),
         "yarn.nm.liveness-monitor.expiry-interval-ms": "6000",
-        "yarn.am.liveness-monitor.expiry-interval-ms": "60000",
+        "yarn.am.liveness-monitor.expiry-interval-ms": "180000",
         "yarn.resourcemanager.nm.liveness-monitor.interval-ms": "1000",
         "yarn.resourcemanager.nodemanagers.heartbeat-interval-ms": "200",
         "yarn.resourcemanager.application-timeouts.monitor.interval-ms": "1000",

@@ -177,27 +177,39 @@ class Distrun:
 
 
 def processes() -> Iterator[tuple[int, bytes, bytes]]:
-    """Give pid, environment and command line of every living process of this user (Linux)."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    """Give pid, environment and command line of every living process of this user (Linux).
+
+    What has ended has neither; the kernel's own threads have neither.
+    """
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
             try:
-                state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
-                if state not in (b"Z", b"X"):
-                    yield int(entry.name), (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+                with (
+                    open("/proc/%s/environ" % entry, "rb", buffering=0) as environ,
+                    open("/proc/%s/cmdline" % entry, "rb", buffering=0) as command,
+                ):
+                    found = environ.read(), command.read()
             except OSError:
                 continue
+            if any(found):
+                yield int(entry), *found
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float, what: str = "") -> Any:
-    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`, scaled (`slowness`)."""
+    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`, scaled (`slowness`).
+
+    To ask takes at most half of the time: some questions start a program, or look at all processes.
+    """
     limit_s = scaled(limit_s)
     end = time.monotonic() + limit_s
     while True:
+        asked = time.monotonic()
         value = is_true()
         if value:
             return value
-        assert time.monotonic() < end, "after %g s still not: %s" % (limit_s, what or is_true)
-        time.sleep(0.02)
+        now = time.monotonic()
+        assert now < end, "after %g s still not: %s" % (limit_s, what or is_true)
+        time.sleep(max(0.02, now - asked))
 
 
 @contextlib.contextmanager
@@ -205,9 +217,14 @@ def leaving_nothing(home: Path) -> Iterator[Distrun]:
     """The command; at the end nothing that it started may be left."""
     made = Distrun(home)
     yield made
+    left: list[str] = []
+
+    def has_ended() -> bool:
+        left[:] = made.left()
+        return not left
+
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not made.left(), LEFT_S)
-    left = made.left()
+        wait_until(has_ended, LEFT_S)
     for line in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[0]), signal.SIGKILL)

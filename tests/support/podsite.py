@@ -92,7 +92,7 @@ def lab(cluster: PodSite, tmp_path: Path) -> Iterator[PodSite]:
 
 def pods(lab: PodSite, **labels: str) -> list[dict[str, Any]]:
     """The job's pods."""
-    return lab.cluster.get("pods", *(f"--selector=distrun/{name}={value}" for name, value in labels.items()))
+    return lab.cluster.get("pods", labelSelector=",".join(f"distrun/{name}={value}" for name, value in labels.items()))
 
 
 def gone_soon(lab: PodSite) -> None:

@@ -76,16 +76,18 @@ def few_of(variants: Mapping[str, Collection[Hashable]], chosen: Collection[str]
 def _mark_variants(items: list[pytest.Item]) -> set[pytest.Item]:
     """Mark the variants of a job in threads that are not needed to show everything once.
 
+    Variants that a quick run leaves out for another reason are a test of their own here.
+
     Return those that are not needed either to show each pair of things once.
     """
     tests: defaultdict[Any, dict[str, list[Hashable]]] = defaultdict(dict)
     of_name = {item.nodeid: item for item in items}
     for name, item in of_name.items():
         own = dict(getattr(getattr(item, "callspec", None), "params", {}))
-        if ("job" in own or "placement" in own) and not _is_left_out(item):
+        if "job" in own or "placement" in own:
             path, device, ways = own.pop("job", ""), own.pop(DEVICE, ""), [own.pop(way, "") for way in WAYS]
             things = [("path", path), ("device", device), ("ways", *ways), ("own", repr(own))]
-            tests[name.partition("[")[0]][name] = things
+            tests[name.partition("[")[0], _is_left_out(item)][name] = things
     beyond_pairs: set[str] = set()
     for variants in tests.values():
         few = few_of(variants)

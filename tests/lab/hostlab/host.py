@@ -42,12 +42,18 @@ table inet lab {
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """Wait until `is_true()` gives something true, and return it; LabError after `limit_s`."""
-    end = time.monotonic() + limit_s
+    """Wait until `is_true()` gives something true, and return it; LabError after `limit_s`.
+
+    To ask takes at most half of the time: some questions start a program.
+    """
+    asked = time.monotonic()
+    end = asked + limit_s
     while not (value := is_true()):
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             raise LabError("after %g s still not: %s" % (limit_s, what))
-        time.sleep(0.01)
+        time.sleep(max(0.01, now - asked))
+        asked = time.monotonic()
     return value
 
 
