@@ -51,7 +51,7 @@ def test_a_steady_push_and_pull_enters_no_more_than_its_limit() -> None:
     A single window of a busy machine has more, for instance: a pool of shared memory grows when more values are in
     flight than ever before, or a wait lasts so long that it may have to be reported. The map names their files, too.
     """
-    count = 4  # the first one is the warm-up
+    count = 7  # the first one is the warm-up
     # A node that gets no processor for seconds is not to be taken for lost. Copies are made alike on all machines.
     fixed = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60", "DISTRUN_COPY_THREADS": "2"}
     with ManualJob(workers=2, servers=1) as job:

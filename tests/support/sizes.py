@@ -25,6 +25,9 @@ LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
 
+LONG = ("test_gpu_guards.py",)
+"""Files of quick tests that take a minute, and several in a process that has run thousands of other tests."""
+
 DEVICE = "server_device"
 """The fixture that runs a test once for each kind of memory that servers may keep values in."""
 
@@ -104,7 +107,7 @@ def _is_left_out(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not quick, of what the other options selected; else run files with such tests first.
+    """Leave out what is not quick, of what the other options selected; else run their files first, and `LONG`.
 
     These files take longest, and at the end of a run one process would wait for another one's.
     """
@@ -124,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in marked]
         config.stash[COUNT] = len(marked)
     else:
-        long = {item.path for item in marked}
+        long = {item.path for item in items if item in marked or item.path.name in LONG}
         items.sort(key=lambda item: item.path not in long)
 
 
