@@ -18,6 +18,7 @@ there when values come, the store leaves the GPU. A store that has left the GPU 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import ContractError, KVError
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Rule
-from distrun_runtime.ps.routing import DEVICE_MESSAGE_BYTES, SHARED_MESSAGE_BYTES
+from distrun_runtime.ps.routing import message_limit
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.values import Values
 
@@ -88,7 +89,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
     from distrun_runtime.arrays.gpu_memory import rounded  # with the layer over CUDA
 
     store, total = values.store, 0
-    message_bytes = DEVICE_MESSAGE_BYTES if store.on_devices else SHARED_MESSAGE_BYTES
+    message_bytes = message_limit(sys.maxsize, is_shared=True, is_on_one_host=True, on_devices=store.on_devices)
     for code, arena in values.arenas.items():
         shards = np.flatnonzero(store.dtype[: store.count] == code)
         lengths, work = store.length[shards], work_dtype(arena.dtype).itemsize

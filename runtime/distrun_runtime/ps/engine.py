@@ -38,7 +38,7 @@ from distrun_runtime.ps import counters as stages
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.device_choice import Placement
 from distrun_runtime.ps.replies import failed
-from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE
+from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE, SHARED_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
 from distrun_runtime.ps.values import PushedValues, ShardSet, Values
@@ -53,7 +53,7 @@ MUCH_BYTES = 1024 * 1024
 """Work on at least so many bytes is done by the engine's thread. For less, handing it over would take as long."""
 PLAIN = 4
 """Times so much where values are only added: what a message has takes less than to decide anew and to hand it over."""
-SHARED = 64
+SHARED = SHARED_MESSAGE_BYTES // MUCH_BYTES
 """Times so much, all that a message has, where it comes in shared memory: nothing has to be received meanwhile."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """With more than this in the queue nothing more is received until the engine has caught up."""

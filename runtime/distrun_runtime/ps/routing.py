@@ -335,7 +335,8 @@ class Portion:
             if isinstance(part, _Small):
                 yield part.items, 0, given.take(part.size)
             else:
-                yield from (([part.item], at, run) for at, run in given.runs_of(part))
+                for at, run in given.runs_of(part):
+                    yield [part.item], at, run
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
@@ -419,9 +420,11 @@ class _Elements:
 
     def take(self, size: int) -> Any:
         """Return the next elements; a view if they are in one frame."""
-        found = list(self._runs(size)) or [self._left[:0]]
-        if len(found) == 1 or isinstance(found[0], np.ndarray):
-            return found[0] if len(found) == 1 else np.concatenate(found)
+        found = list(self._runs(size))
+        if len(found) < 2:
+            return found[0] if found else self._left[:0]
+        if isinstance(found[0], np.ndarray):
+            return np.concatenate(found)
         whole = found[0].device.empty((sum(map(len, found)),), self._dtype)
         found[0].device.gather([[each] for each in found], whole)
         return whole

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -846,18 +846,15 @@ def _fill_devices(
         _check_answer(portion, reply)
         for items, offset, elements in portion.runs(reply.payloads, is_there=True):
             found: dict[GpuDevice, list[tuple[int, GpuArray, Array]]] = {}
-            at = 0
-            for item in items:
-                size = records[item].size if len(items) > 1 else len(elements)
+            for item, piece in _by_key(items, elements, records):
                 for target in targets[item]:
-                    run, piece = target[offset : offset + size], elements[at : at + size]
+                    run = target[offset : offset + len(piece)]
                     if is_on_host(run):
                         copy(piece, run)
                     elif not is_on_host(piece):
                         shared.setdefault(run.device, []).append(([piece], run))
                     else:
                         found.setdefault(run.device, []).append((item, run, piece))
-                at += size
             for gpu, its in found.items():
                 if len(items) > 1 and [item for item, _, _ in its] == list(items):
                     buckets.append((gpu.empty(elements.shape, elements.dtype), [run for _, run, _ in its]))
@@ -873,6 +870,15 @@ def _fill_devices(
     for whole, arrays in apart:
         for out in arrays:
             copy(whole, out)
+
+
+def _by_key(items: Sequence[int], elements: Any, records: Sequence[KeyRecord]) -> Iterator[tuple[int, Any]]:
+    """Yield what each key has of a run of elements (`Portion.runs`), with the key's place."""
+    at = 0
+    for item in items:
+        size = records[item].size if len(items) > 1 else len(elements)
+        yield item, elements[at : at + size]
+        at += size
 
 
 def _check_answer(portion: Portion, reply: Message) -> None:
@@ -892,9 +898,8 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
     for portion, reply in zip(route.portions, replies, strict=True):
         _check_answer(portion, reply)
         for items, offset, elements in portion.runs(reply.payloads):
-            ends = list(accumulate(records[item].size for item in items)) if len(items) > 1 else [len(elements)]
-            for item, begin, end in zip(items, (0, *ends), ends, strict=False):
-                parts[item].append((offset, elements[begin:end]))
+            for item, piece in _by_key(items, elements, records):
+                parts[item].append((offset, piece))
     found = []
     for record, its in zip(records, parts, strict=True):
         pieces = [elements for _, elements in sorted(its, key=itemgetter(0))]

@@ -22,7 +22,7 @@ from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
-from distrun_runtime.ps import arithmetic, device_choice, role
+from distrun_runtime.ps import arithmetic, role, routing
 from distrun_runtime.ps.device_choice import DeviceChoice, Placement, decide, need_of, obstacle_of
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
@@ -170,7 +170,7 @@ def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker is two rounds ahead of the last one; another has contributed to every second shard."""
-    monkeypatch.setattr(device_choice, "DEVICE_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(routing, "DEVICE_MESSAGE_BYTES", 1 << 16)
     gpu, values, length = machine.gpus.get(0), values_of(*[1 << 14] * 40), 1 << 14
     values.move(gpu)
     for shard in range(40):
