@@ -253,13 +253,11 @@ def _of_kind(kind: str, typed: Typed, word: str, kept: int) -> Completions:
     if kind == "hosts":
         before, comma, word = word.rpartition(",")
         kept += len(before + comma)
+    from distrun_runtime.contract.facts import printable  # not for each word of a command
+
     values = _VALUES[kind](typed, word) if kind in _VALUES else ()
-    safe = ((value, _shown(help)) for value, help in values if not value.startswith("-") and value.isprintable())
+    safe = ((value, printable(help)) for value, help in values if not value.startswith("-") and value.isprintable())
     return Completions("values", kept, list(dict.fromkeys(_begin(word, safe))))
-
-
-def _shown(help: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in help)
 
 
 def _begin(word: str, values: Iterable[Value]) -> list[Value]:

@@ -30,7 +30,7 @@ from distrun.formats import number_of
 from distrun.formats import size as size_text
 from distrun.sync.rules import FETCHED
 from distrun_runtime.contract.agent_messages import AnswerPiece
-from distrun_runtime.contract.facts import WORKER, duration, listed
+from distrun_runtime.contract.facts import WORKER, duration, listed, printable
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.coordinator.failures import Problem
 
@@ -98,7 +98,7 @@ def fetch(job: JobFolder, patterns: Sequence[str], to: str, source: str, say: Sa
     if failed:
         lines = [f"files of {len(failed)} of {number_of(len(found), 'host')} did not come"]
         for each in failed:
-            lines += [each.line(), *(f"    fix: {_clean(line)}" for line in each.fix.splitlines())]
+            lines += [each.line(), *(f"    fix: {printable(line)}" for line in each.fix.splitlines())]
         raise SyncError("\n".join(lines))
     if not any(each.listed for each in owners):
         raise SyncError("there was nothing to fetch", "PATH is seen from the folder of the tasks; --from names another")
@@ -207,7 +207,7 @@ class HostFetch:
     def line(self) -> str:
         """Return how it went, as one line."""
         if self.problem:
-            return f"{self.name}: {_clean(self.problem)}"
+            return f"{self.name}: {printable(self.problem)}"
         if self.shared:
             return f"{self.name}: the same folder as on {self.shared}"
         present = len(self.listed) - self.files
@@ -370,10 +370,5 @@ def _fits(name: str, pattern: str) -> bool:
     return fits(name.split("/"), [part for part in pattern.split("/") if part not in ("", ".")])
 
 
-def _clean(text: str) -> str:
-    """Return a text of a host's without what would change the terminal. No side effects."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
 def _some(words: Sequence[str]) -> str:
-    return listed(list(map(_clean, words)), SHOWN)
+    return listed(list(map(printable, words)), SHOWN)

@@ -35,6 +35,7 @@ from distrun.fleet.commands import Ran, run
 from distrun.fleet.questions import HostAnswer
 from distrun.formats import grouped, quote
 from distrun.hosts.ranges import fold
+from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
 from distrun_runtime.coordinator.failures import Problem
@@ -150,12 +151,8 @@ def _ports(
         if isinstance(told, HostAnswer) and isinstance(closed[to], HostAnswer):
             results[source, to] = str(told.value["results"].get(to, "was not tried"))
     arrived = {name: each.value["nonces"] for name, each in closed.items() if isinstance(each, HostAnswer)}
-    places = {name: _endpoint(addresses[name], port) for name, port in listening.items()}
+    places = {name: with_port(addresses[name], port) for name, port in listening.items()}
     return rows + port_rows(nonces, results, arrived, places)
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def this_machine(uses_ssh: bool) -> list[CheckRow]:

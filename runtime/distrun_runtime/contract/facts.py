@@ -219,7 +219,12 @@ def time_of_day(when: float) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03d}"
 
 
-# Lists as a person reads them.
+# Texts as a person reads them.
+
+
+def printable(text: str) -> str:
+    """Return a text with ? for what would change a terminal, line ends among it."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def listed(names: Sequence[str], most: int) -> str:

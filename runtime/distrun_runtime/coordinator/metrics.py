@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
 from distrun_runtime.contract import metrics as contract
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.facts import printable
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Plan
 
 MEMORY = 64 * 1024 * 1024
@@ -88,8 +89,7 @@ def text(value: object, limit: int = NAME_LENGTH) -> str:
     """Return a short text that can be shown on a terminal; empty: it is none."""
     if not isinstance(value, str):
         return str(value) if type(value) is int and abs(value) < 2**63 else ""
-    value = value[:limit]
-    return value if value.isprintable() else "".join(each if each.isprintable() else "?" for each in value)
+    return printable(value[:limit])
 
 
 class Report(NamedTuple):
