@@ -199,7 +199,7 @@ class CpuDevice:
 
     def sums(self, items: Iterable[tuple[Sequence[Array], Array]]) -> None:
         """Write several sums: several threads share all of them, if there are enough elements."""
-        every = [(parts, out) for parts, out in items if len(parts) > 1 or parts[0] is not out]
+        every = list(items)
         sizes = [len(out) for _, out in every]
         if not self.shares(sum(sizes)):
             for parts, out in every:
@@ -243,7 +243,11 @@ class CpuDevice:
 
 
 def _sum(parts: Sequence[Array], out: Array) -> None:
-    is_plain = dtypes.work_dtype(out.dtype) == out.dtype and [part.dtype for part in parts] == [out.dtype] * len(parts)
+    if len(parts) == 1 and parts[0] is out:
+        return
+    dtype = out.dtype
+    is_plain = dtype == parts[0].dtype == parts[-1].dtype == dtypes.work_dtype(dtype)
+    is_plain = is_plain and (len(parts) < 3 or all(part.dtype == dtype for part in parts))
     # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
     with np.errstate(over="ignore", invalid="ignore"):
         if is_plain and len(parts) == 1:

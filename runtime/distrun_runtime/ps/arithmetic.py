@@ -180,63 +180,27 @@ def _sum_runs(
     values.device.sums([(some, sums.view(run.begin, run.end)) for run, *some in zip(found, *parts, strict=True)])
 
 
-def add_alike(values: Values, number: int, of: ShardSet, given: PushedValues, *, is_much: bool) -> bool:
-    """Do what `add` does for contributions to just these shards; False: nothing was done.
-
-    Arguments:
-        is_much: only to be done if nothing has to be added now.
-    """
-    known = values.round_of(number)
-    new = len(of.shards) if of.has(known.where, 0) else np.count_nonzero(known.where[of.index] == 0)
-    if is_much and new < len(of.shards):
-        return False
-    known.open += new
-    try:
-        if new == len(of.shards):
-            known.hold(of.index, given)
-        else:
-            add_given(values, known, of.code, given)
-    except Exception:
-        known.where[of.shards[known.where[of.shards] == 0]] = SUM_IN_ARENA  # as they were counted
-        raise
-    return True
-
-
-def apply_alike(values: Values, number: int, of: ShardSet, last: PushedValues, *, is_much: bool) -> bool:
+def apply_alike(values: Values, number: int, of: ShardSet, addends: Sequence[Sequence[DeviceArray]]) -> bool:
     """Do what `apply` does for shards that are updated together; False: something is special, and nothing was done.
 
     Arguments:
-        last: the last contributions of the round.
-        is_much: not to be done.
+        addends: all contributions of the round to each run.
     """
-    known, side, place = values.rounds.get(number), of.progress.side, 0
-    is_lent = not of.has(values.lent[side], 0) if side >= 0 else bool(values.lent[:, of.index].any())
-    is_special = is_much or (is_lent and (side < 0 or not values.lent[side, of.index].all())) or bool(values.encoded)
-    if is_special or not (values.rule is None or values.is_flat(of.code)):
+    side = of.progress.side
+    is_lent = values.lending > 0 and (side < 0 or not of.has(values.lent[side], 0))
+    is_lent = is_lent and (side >= 0 or bool(values.lent[:, of.index].any()))
+    if values.encoded or (is_lent and (side < 0 or not values.lent[side, of.index].all())):
         return False
-    addends: list[Sequence[DeviceArray]] = [(part,) for part in last.parts]
-    if known is not None:
-        place = known.where.item(of.first)
-        if known.lost or known.by_shard or known.by_rank or not of.has(known.where, place):
-            return False
-        if place > 0:
-            held = known.held[place]
-            if held.runs is not last.runs and not held.is_like(last):
-                return False
-            addends = list(zip(held.parts, last.parts))  # noqa: B905 (as many)
-        elif place == SUM_IN_ARENA:
-            addends = list(zip(of.views(values.sums(known, of.code)), last.parts, strict=True))
     if values.rule is not None:
-        _update(values, of.code, of.shards, last.runs, addends, turn=(SYNC, number), result=UpdateResult())
+        if not values.is_flat(of.code):
+            return False
+        _update(values, of.code, of.shards, of.layout.runs, addends, turn=(SYNC, number), result=UpdateResult())
         of.progress.side = values.side_of(of)
-    else:
-        if side < 0:
-            values.gather(of.shards)
-            side = of.progress.side = values.side_of(of)
-        values.write_alike(of, addends, values.free_side(side, of.index) if is_lent else side)
-    if known is not None:
-        known.held.pop(place, None)
-        values.forget_alike(number, of) if place else values.forget_sums(number, of.shards)
+        return True
+    if side < 0:
+        values.gather(of.shards)
+        side = of.progress.side = values.side_of(of)
+    values.write_alike(of, addends, values.free_side(side, of.index) if is_lent else side)
     return True
 
 

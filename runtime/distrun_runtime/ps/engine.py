@@ -16,14 +16,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.cores import give_way
-from distrun_runtime.arrays.device import CpuDevice, Device, on_host
+from distrun_runtime.arrays.device import CpuDevice, Device, DeviceArray, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
@@ -41,7 +41,7 @@ from distrun_runtime.ps.replies import failed
 from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE, SHARED_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
-from distrun_runtime.ps.values import PushedValues, ShardSet, Values
+from distrun_runtime.ps.values import ShardSet, Values
 from distrun_runtime.transport import base as transport
 from distrun_runtime.transport.host_segments import is_shared
 
@@ -98,7 +98,7 @@ class WorkEngine:
         self._counters = counters or Counters()
         self._recorder = recorder or Recorder()
         self._imports = tuple(imports)
-        self._much_bytes = much_bytes
+        self.much_bytes = much_bytes
         self._values: dict[int, Values] = {}
         self._rules: dict[int, tuple[rules.Rule, rules.RuleSpec]] = {}
         """By store; also of stores that have no values yet."""
@@ -134,7 +134,7 @@ class WorkEngine:
             # With work that is open this waits its turn in any case, and what is lent is the thread's.
             for each in self._lent.get(what.ticket, ()):
                 size += each.copied_bytes
-        if not self.under_way and (size < self._much_bytes or isinstance(what, role.ALONE)):
+        if not self.under_way and (size < self.much_bytes or isinstance(what, role.ALONE)):
             return self._do(what)
         self.under_way += 1
         with self._changed:
@@ -170,44 +170,38 @@ class WorkEngine:
 
     # What is done while nothing is under way (`ps.steady`)
 
-    def values(self, number: int) -> Values | None:
-        """Return the arrays of a store; None: it has none, or they are not in host memory, or a profile is made."""
-        values = self._values.get(number)
-        return None if values is None or values.device.is_gpu or self._recorder.is_on else values
-
     @property
-    def all_values(self) -> Iterable[Values]:
-        """The arrays of all stores."""
-        return self._values.values()
+    def values(self) -> Mapping[int, Values]:
+        """The arrays of all stores, by their numbers."""
+        return self._values
 
-    def does_now(
-        self, values: Values, number: int, of: ShardSet, given: PushedValues, *, frame: Buffer, is_last: bool
-    ) -> bool:
-        """Do an Add (`arithmetic.add_alike`) or Apply (`apply_alike`) at once if it is little work; False: it is not.
+    def is_plain(self, values: Values) -> bool:
+        """Whether arrays are in host memory, and no profile is made of work on them."""
+        return values.is_on_host and not self._recorder.is_on
 
-        If it fails, the next Apply of these shards does.
+    def is_much(self, values: Values, nbytes: int, frame: Buffer) -> bool:
+        """Whether a contribution is so much work that the engine's thread does it.
 
         Arguments:
-            frame: the first that brings it.
-            is_last: the round is complete with what is given.
+            frame: the largest that brings it.
+        """
+        if nbytes <= self.much_bytes:
+            return False
+        times = SHARED if is_shared(frame) else PLAIN if values.rule is None else 1
+        return nbytes > self.much_bytes * times
+
+    def completes(self, values: Values, number: int, of: ShardSet, addends: Sequence[Sequence[DeviceArray]]) -> bool:
+        """Do an Apply (`arithmetic.apply_alike`) of all contributions of a round; False: it was not done.
+
+        If it fails, the next Apply of these shards does.
         """
         self._give_back()
-        if is_last:
-            give_way(of.size)
-        began, is_much = time.monotonic(), of.size > self._much_bytes
-        if is_much:
-            times = SHARED if is_shared(frame) else PLAIN if values.rule is None else 1
-            is_much = of.size > self._much_bytes * times
+        give_way(of.size)
         try:
-            do = arithmetic.apply_alike if is_last else arithmetic.add_alike
-            is_done = do(values, number, of, given, is_much=is_much)
+            return arithmetic.apply_alike(values, number, of, addends)
         except Exception as err:
             values.lose(number, of.shards, err, traceback.format_exc())
             return False
-        if is_done:
-            stage = stages.ADD if values.rule is None or not is_last else stages.RULE
-            self._worked.note(stage, began, time.monotonic())
-        return is_done
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Call `wake` when there are results to be taken. It is called by the engine's thread."""

@@ -10,7 +10,7 @@ workers, "lent" is said of arrays of the script's that the store may still read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -63,14 +63,6 @@ class Pull:
     The answer for a later round of a shard may come first, if the one for its own comes with a shard that is late."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
-    prepared: Any = None
-    """How `ps.steady` answers it, if it does."""
-    place: Any = None
-    """Then where it is counted in `Store.owed`."""
-
-    def is_alike(self, shards: Array, number: int) -> bool:
-        """Whether it waits for a round of just these shards, and `ps.steady` answers it."""
-        return False
 
 
 class Pulls:
@@ -105,6 +97,10 @@ class Pulls:
         """A worker has ended: pulls that wait for it are refused."""
         self._gone[rank] = who
         return [action for pull in list(self._open.values()) for action in self._refuse_hopeless(pull)]
+
+    def has_ended(self, ranks: Iterable[int]) -> bool:
+        """Whether one of some workers has ended."""
+        return bool(self._gone) and any(rank in self._gone for rank in ranks)
 
     def clear(self) -> list[role.Action]:
         """The job's next script begins."""
@@ -145,14 +141,6 @@ class Pulls:
         self._tickets += 1
         self._remind_at = min(self._remind_at, now + role.FIRST_NOTE_S)
         return self._tickets
-
-    def wait(self, pull: Pull, first: int, now: float) -> list[role.Action]:
-        """Take in a pull of shards, of which this is the first. All wait for their round; `ps.steady` answers it."""
-        pull.ticket = self._next(now)
-        self._open[pull.ticket] = pull
-        pull.store.owed[pull.place] += 1
-        self._watch(pull, first)
-        return self._refuse_hopeless(pull)
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
@@ -258,30 +246,6 @@ class Pulls:
             rows = tuple(pull.rows[place] or b"" for place in at[some].tolist()) if codec == codecs.ROWS else ()
             actions.append(role.Work(role.Lend(pull.ticket, store, shards[some], at[some], codec, params, rows)))
         return actions
-
-    def alike(self, store: Store, shards: Array, number: int) -> list[Pull] | None:
-        """Return the pulls that wait for a round of some shards, if `ps.steady` answers them all; None: it does not."""
-        if not self._waiting:
-            return []
-        first = store.number, int(shards[0])
-        others = self._waiting.keys() - {first} if len(shards) > 1 else ()
-        if others and not others.isdisjoint((store.number, shard) for shard in shards.tolist()):
-            return None
-        found = []
-        for pull in self._waiting.get(first, {}).values():
-            if pull.ticket in self._open:
-                if not pull.is_alike(shards, number):
-                    return None
-                found.append(pull)
-        return found
-
-    def answered(self, pulls: Sequence[Pull], first: int) -> bool:
-        """Forget pulls that were answered, all that waited for a round of the same shards; tell whether others wait."""
-        for pull in pulls:
-            del self._open[pull.ticket]
-            pull.store.owed[pull.place] -= 1
-            self._waiting.pop((pull.store.number, first), None)
-        return bool(self._open)
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
         """Shards are farther than before: lend what is due now."""

@@ -101,11 +101,13 @@ class ReplyValues:
     def keep(self) -> None:
         """The values are not written until they are given back."""
         self.values.lent[self.sides, self.shards] += 1
+        self.values.lending += 1
 
     def give_back(self) -> None:
         """The values may be written again; once."""
         if self.payloads is None:
             self.values.lent[self.sides, self.shards] -= 1
+            self.values.lending -= 1
 
 
 def lend(values: Values, what: role.Lend) -> ReplyValues:

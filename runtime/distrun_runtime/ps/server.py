@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -95,6 +95,8 @@ BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
 
+KEPT_S = 0.2
+"""How long messages are kept. Whom their round waits for is told later."""
 _CLOSED = 0
 """In place of the number of a store that is closed: no store has this one."""
 
@@ -110,6 +112,26 @@ class _Bucket:
     """Whether they are plain, and fit their shards; that cannot change, so it is looked at once."""
     size: int
     """Bytes of the elements."""
+
+
+class UndecidedMessage(Protocol):
+    """A push or pull of plain values with which nothing is wrong. It is decided on before anything else is."""
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """The link that it came by, and the worker."""
+
+    @property
+    def batch(self) -> role.Batch:
+        """What it is about."""
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether it was answered when it came."""
+
+    @property
+    def now(self) -> float:
+        """When it came."""
 
 
 class Server:
@@ -143,6 +165,8 @@ class Server:
         self._over_rounds = 0
         """Rounds of the stores that are closed."""
         self._now = 0.0
+        self.kept: dict[int, UndecidedMessage] = {}
+        """What came of open rounds, and is not decided on yet (`ps.steady`), in order."""
         self.version = 0
         """Rises with every event: while it has not risen, only messages were taken in that are known (`ps.steady`,
         which looks by itself what these have changed)."""
@@ -168,6 +192,9 @@ class Server:
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
+        return [*self._decide_kept(), *self._handle(event, now)]
+
+    def _handle(self, event: role.Event, now: float) -> list[role.Action]:
         self._now = now
         self.version += 1
         if self._failing and not isinstance(event, role.Failing):
@@ -203,7 +230,8 @@ class Server:
         if self._deadline.is_due(now):
             waited = duration(self._config.start_timeout_s)
             return [role.Finish(1, f"the scheduler at {self._config.root_endpoint} did not answer for {waited}")]
-        actions: list[role.Action] = []
+        oldest = next(iter(self.kept.values()), None)
+        actions = [] if oldest is None or now < oldest.now + KEPT_S else self._decide_kept()
         if self._held:
             held, self._held = self._held, []
             actions += (action for message in held for action in self._states(message))
@@ -599,13 +627,19 @@ class Server:
             return [*actions, *self._relay.pull(link, rank, batch, self._now)]
         return [*actions, *self.pulls.take(link, (rank,), batch, self._now, rank)]
 
-    def sample(self, ranks: Sequence[int], batch: role.Batch, rounds: Array | Sequence[int], now: float) -> None:
-        """Note when contributions come to one shard of a store: the first that was ever pushed."""
-        store, lags = batch.store, self._lags.get(batch.store.number)
-        shard = batch.shards.item(0) if len(batch.shards) else -1
+    def lags_of(self, batch: role.Batch) -> Lags | None:
+        """Return what notes when contributions come, if it is noted of these; None: it is not. It is of one shard of a
+        store: the first that was ever pushed."""
+        store, shard = batch.store, batch.shards.item(0) if len(batch.shards) else -1
+        lags = self._lags.get(store.number)
         if lags is None and shard >= 0:
             lags = self._lags[store.number] = Lags(shard, store.members.ranks)
-        if lags is not None and shard == lags.shard and lags.wants(int(rounds[0]), now):
+        return None if lags is None or shard != lags.shard else lags
+
+    def sample(self, ranks: Sequence[int], batch: role.Batch, rounds: Array | Sequence[int], now: float) -> None:
+        """Note when contributions come."""
+        store, lags = batch.store, self.lags_of(batch)
+        if lags is not None and lags.wants(int(rounds[0]), now):
             members = store.members.ranks
             if store.is_relayed:
                 members = self._relay.stores[relayed(store.number)].members
@@ -613,6 +647,21 @@ class Server:
             lags.contributed(ranks, int(rounds[0]), len(members) - excused, now)
 
     # Messages that come again and again (`ps.steady`)
+
+    def _decide_kept(self) -> list[role.Action]:
+        """Decide on what is kept."""
+        if not self.kept:
+            return []
+        kept = [*self.kept.values()]
+        self.kept.clear()
+        self.version += 1
+        actions: list[role.Action] = []
+        for each in kept:
+            self._now, (link, rank), batch = each.now, each.source, each.batch
+            self._counters.bytes_in += batch.message.size
+            found = self._accept(link, rank, batch)
+            actions += found[:-1] if each.is_acknowledged else found  # The last one is the answer.
+        return actions
 
     def plain(self, link: str, message: Message) -> tuple[int, role.Batch, object] | None:
         """Return whose push or pull of plain values it is, what it is about, and the bucket that it names, if it does;
@@ -638,8 +687,8 @@ class Server:
         """Whether `plain` still returns these, and nothing unusual is under way in the store, but for single shards."""
         store = batch.store
         is_here = self._stores.get(store.number) is store and self._ranks.get(link) == rank
-        is_same = self.is_named(rank, batch, bucket)
-        return is_here and is_same and store.is_usual and not self._failing and not self._rounds.waits_for_norms
+        is_here = is_here and self.is_named(rank, batch, bucket) and not self.pulls.has_ended(store.members.ranks)
+        return is_here and store.is_usual and not self._failing and not self._rounds.waits_for_norms
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)

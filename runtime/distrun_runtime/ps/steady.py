@@ -2,14 +2,15 @@
 
 In training, a worker sends the same messages in every step. In their heads only the number of the request and the round
 differ. What all the rest leads to is worked out when such a message has come twice, and kept (`_Steps`). From then on
-the message is known by a look-up and a comparison: its values are kept, or complete the sum of their round, and the
-answers have heads that were made before and refer to the arenas.
+the message is known by a look-up and a comparison.
 
-All tables (`shards.Store`, `values.Values`, pulls that wait, counters) are left as `server.Server` and the engine leave
-them, and the same bytes are sent. So messages that are known and others may alternate at will, as long as all that
-`_look` has found of a set of shards holds: it is asked again after any other event, after a message for another set of
-some of them, and when a round is over that a worker still waits for. `take` returns None, and
-has changed nothing, for what is not known, is not in step, or comes while anything unusual is under way in its store.
+Known messages of a round are kept (`Server.kept`) until its last contribution comes: then they are one sum, and answers
+whose heads were made before and refer to the arenas. If anything else happens before, the server first decides on what
+is kept as if it came now, so nobody can tell that it was. All tables (`shards.Store`, `values.Values`, counters) are
+left as `server.Server` and the engine leave them, and the same bytes are sent. So messages that are known and others
+may alternate at will, as long as all that `_look` has found of a set of shards holds: it is asked again after any other
+event, and after a message for another set of some of them. `take` returns None, and has changed nothing, for what is
+not known, is not in step, or comes while anything unusual is under way in its store.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -28,21 +29,23 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops.compression import ROWS
 from distrun_runtime.protocol import message as wire
-from distrun_runtime.protocol.message import BYTES, DTYPES, NO_ENTRIES, VIEW, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload
 from distrun_runtime.ps import arithmetic, role
-from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.counters import Counters, Lags
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import ROLE_CODES
-from distrun_runtime.ps.pulls import Pull, opened
 from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.values import Index, PushedValues, ShardProgress, ShardSet, Values
+from distrun_runtime.ps.values import Index, ShardProgress, ShardSet, Values
+from distrun_runtime.transport.host_segments import is_shared
 
 Actions = list[role.Action]
 KNOWN, KNOWN_BYTES, ROUNDS = 16384, 64 * 1024 * 1024, 1 << 62
 """So many messages of a store are known, in about so much memory, and rounds before this one."""
 REFUSED = 8 * KNOWN
 """When so many were not taken in because as many as can be are known, those are forgotten that have not come since."""
+LONG_BYTES, KEPT_BYTES = 64 * 1024, 64 * 1024 * 1024
+"""Contributions of at least so many bytes, if they were received, are kept up to so many together."""
 _KINDS = frozenset(map(int, (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)))
 _HEAD, _NEXT = wire.HEAD_BYTES, wire.NUMBER_AT + wire.NUMBER.size
 _STORE, _FRONT = slice(wire.STORE_AT, wire.STORE_AT + 2), slice(wire.NUMBER_AT)
@@ -75,8 +78,8 @@ class _Steps:
     """What the server knows of the bucket that it names; None: it has entries."""
     subset: ShardSet
     """The shards that it is about."""
-    place: tuple[int, Index]
-    """Row of the worker, and index of the shards, in the tables of the store."""
+    row: int
+    """Of the worker in the tables of the store."""
     entries: Array
     """Those of a message; their rounds are the last ones that were asked for."""
     answered: Array
@@ -84,8 +87,11 @@ class _Steps:
     answer: tuple[bytes, bytes]
     """The head of an answer: what is before the number of the request, and what is between that and the step; with a
     single entry, and its round."""
+    kind: Kind
     version: int = -1
     """Of the server, when nothing unusual was under way."""
+    lags: Lags | None = None
+    """What notes when such messages come, if it is noted of them."""
 
     def round_in(self, head: bytes) -> int:
         """Return the round that a message is about; -1: it differs in more than that."""
@@ -98,22 +104,23 @@ class _Steps:
             is_same = is_same and head[_ROUND.stop :] == self.entries[1:].tobytes()
         return number if is_same else -1
 
-    def given(self, frames: Sequence[Buffer]) -> PushedValues:
-        """Return what the frames of a message bring."""
+    def parts_of(self, frames: Sequence[Buffer]) -> list[Array]:
+        """Return what the frames of a message bring to each run of the shards."""
         dtype = DTYPES[self.subset.code]
-        _, found, places = self.subset.layout
+        places = self.subset.layout.places
         if len(frames) == 3 and len(places) == 1:
-            return PushedValues(self.subset.shards, found, [np.frombuffer(frames[2], dtype)])
+            return [np.frombuffer(frames[2], dtype)]
         arrays = [np.frombuffer(frame, dtype) for frame in frames[2:]]
-        return PushedValues(self.subset.shards, found, [arrays[at][begin:end] for at, begin, end in places])
+        return [arrays[at][begin:end] for at, begin, end in places]
 
-    def pulled(self, head: bytes, number: int) -> role.Batch:
-        """Return what a message asks for, without what it brings."""
+    def batch_of(self, head: bytes, number: int, payloads: Sequence[Buffer] = ()) -> role.Batch:
+        """Return what a message is about, as the server takes it in that does not know it."""
         entries = self.entries.copy()
         entries["round"] = number
         own = {"request": int.from_bytes(head[_REQUEST], "little"), "step": int.from_bytes(head[_STEP], "little")}
-        asked = {**vars(self.batch.message), **own, "entries": NO_ENTRIES if self.bucket is not None else entries}
-        return role.Batch(self.batch.store, self.subset.shards, Message(**asked), entries)
+        told = {**vars(self.batch.message), **own, "payloads": payloads}
+        told["entries"] = NO_ENTRIES if self.bucket is not None else entries
+        return role.Batch(self.batch.store, self.subset.shards, Message(**told), entries)
 
     def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
         """Return the answer with the values of a round, which are on one side of their arena."""
@@ -133,27 +140,29 @@ class _Steps:
         return role.SendFrames(self.link, [made, b"", *frames], (values, index, index, side, 0))
 
 
-class _Waiting(Pull):
-    """A pull by a message that is known. What only others look at is made when they do."""
+class _KeptMessage(NamedTuple):
+    """A known message of a round that is open (`server.UndecidedMessage`)."""
 
-    def __init__(self, steps: _Steps, head: bytes, number: int, now: float) -> None:
-        self.prepared, self.now = (steps, head, number), now
-        self.link, self.rank, self.place = steps.link, steps.rank, steps.place
-        self.store, self.shards = steps.batch.store, steps.subset.shards
+    steps: _Steps
+    frames: Sequence[Buffer]
+    number: int
+    """The round."""
+    now: float
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        steps, head, number = self.prepared
-        made = vars(opened(self.link, (self.rank,), steps.pulled(head, number), self.now, self.ticket))
-        vars(self).update({**made, **vars(self)})
-        return vars(self)[name]
+    @property
+    def source(self) -> tuple[str, int]:
+        """The link that it came by, and the worker."""
+        return self.steps.link, self.steps.rank
 
-    def is_alike(self, shards: Array, number: int) -> bool:
-        """See Pull."""
-        wants_it = self.prepared[2] == number and (self.shards is shards or np.array_equal(self.shards, shards))
-        was_answered_in_part = "owed" in vars(self) and (self.passed or not self.owed.all())
-        return wants_it and not was_answered_in_part
+    @property
+    def batch(self) -> role.Batch:
+        """What it is about."""
+        return self.steps.batch_of(bytes(self.frames[0]), self.number, self.frames[2:])
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether it was answered when it came."""
+        return self.steps.kind is Kind.PUSH
 
 
 class Steady:
@@ -163,6 +172,11 @@ class Steady:
         self._server = server
         self._engine = engine
         self._counters = counters
+        self._kept = cast("dict[int, _KeptMessage]", server.kept)
+        self._count = 0
+        """How many messages were kept so far."""
+        self._kept_bytes = 0
+        """Of those that are kept now, were received and have `LONG_BYTES`."""
 
     def take(self, link: str, frames: Sequence[Buffer], now: float) -> Actions | None:
         """Return what follows from a message at time `now`; None: it is not known, and nothing was done."""
@@ -172,12 +186,11 @@ class Steady:
         if is_on_gpu or len(frames) < 2 or len(frames[1]):  # known messages have no body
             return None
         head = bytes(frames[0])
-        values = self._engine.values(int.from_bytes(head[_STORE], "little"))
+        values = self._engine.values.get(int.from_bytes(head[_STORE], "little"))
         if values is None:
             return None
         fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
-        sizes = map(BYTES, map(VIEW, frames[2:])) if len(frames) != 3 else (VIEW(frames[2]).nbytes,)
-        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *sizes)
+        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *map(len, frames[2:]))
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
             is_cut = len(head) < _HEAD or bool((len(head) - _HEAD) % _FIXED.itemsize)
@@ -189,19 +202,23 @@ class Steady:
         if steps is None or not 0 <= number < ROUNDS:
             return None
         if steps.version != self._server.version:
-            if not self._server.is_usual(link, steps.rank, steps.batch, steps.bucket):
+            is_usual = self._server.is_usual(link, steps.rank, steps.batch, steps.bucket)
+            if not (is_usual and self._engine.is_plain(values)):
                 if not self._server.is_named(steps.rank, steps.batch, steps.bucket):
                     _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
+            steps.lags = None if steps.kind is Kind.PULL else self._server.lags_of(steps.batch)
         subset = steps.subset
         progress = subset.progress
-        is_in_step = progress.version == steps.version and subset.has(values.store.progress, progress.number)
-        if not (is_in_step or self._look(subset, values)):
-            return None
-        if steps.batch.message.kind is Kind.PULL:
-            return self._pull(steps, values, head, number, now)
-        return self._push(steps, values, [head, *frames[1:]], number, now)
+        message = _KeptMessage(steps, frames, number, now)
+        is_its_own = bool(progress.kept) or subset.has(values.store.progress, progress.number)
+        if not (is_its_own and progress.version == steps.version):
+            if self._kept and (others := self._keeping(subset, values)):
+                return self._pull_of_some(others, message)
+            if not self._look(subset, values):
+                return None
+        return self._pull(values, message) if steps.kind is Kind.PULL else self._push(values, message)
 
     # What is known
 
@@ -220,7 +237,7 @@ class Steady:
 
     def _forget(self) -> None:
         """Forget what came by links that have ended."""
-        for values in self._engine.all_values:
+        for values in self._engine.values.values():
             _drop(values, [name for name in values.plans if name[0] in self._server.gone])
         self._server.gone.clear()
 
@@ -261,10 +278,11 @@ class Steady:
         reply = Message(message.kind, store=store.number, bucket=message.bucket, entries=answered, is_reply=True)
         me = self._server.me
         head = bytes(wire.encode(reply, (ROLE_CODES["server"], me.rank, me.incarnation))[0])
-        place, first = (int(store.row[rank]), subset.index), int(rounds[0]) - message.step
+        row, first = int(store.row[rank]), int(rounds[0]) - message.step
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
         answer = head[_FRONT], head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
-        return _Steps(link, rank, about, first, bucket, subset, place, entries.copy(), answered, answer)
+        kind = message.kind
+        return _Steps(link, rank, about, first, bucket, subset, row, entries.copy(), answered, answer, kind)
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -279,85 +297,122 @@ class Steady:
             index = first if len(shards) == 1 else index
             layout = arithmetic.layout(values, shards, lengths)
             progress = values.plans.setdefault((name,), ShardProgress(next(_NUMBERS)))
+            values.plans[progress.number,] = progress
             found = ShardSet(shards, first, code, index, layout, size * itemsize, progress)
             values.plans[name, lengths] = found
             values.plan_bytes += 4 * shards.nbytes
         return found
 
     def _look(self, subset: ShardSet, values: Values) -> bool:
-        """Look how far the shards are, and whether they are in step."""
+        """Look how far the shards are, and whether they are in step: then nothing came for them since their last round."""
         store, progress = values.store, subset.progress
+        progress.begin_round(values)
         done = store.done.item(subset.first)
-        if not (subset.has(store.done, done) and subset.has(store.ordered, done)):
+        is_even = subset.has(store.done, done) and subset.has(store.ordered, done)
+        if not is_even or (store.last[:, subset.shards] != done).any() or store.owed[:, subset.shards].any():
             return False
-        ahead = store.last[:, subset.shards] - done
-        came = ahead[:, 0] == 1
-        if (ahead != came[:, None]).any() or store.owed[:, subset.shards][~came].any():
-            return False
-        progress.done, progress.came = done, set(np.flatnonzero(came).tolist())
-        progress.side, progress.version = values.side_of(subset), self._server.version
+        progress.done, progress.side, progress.version = done, values.side_of(subset), self._server.version
         store.progress[subset.index] = progress.number
         return True
 
+    def _keeping(self, subset: ShardSet, values: Values) -> list[ShardProgress | None]:
+        """Return what sets were looked at last with each of the shards, if any of them keeps messages."""
+        numbers = np.unique(values.store.progress[subset.shards]).tolist()
+        last = [values.plans.get((number,)) for number in numbers]
+        return last if any(one is not None and one.kept and one.kept[0] in self._kept for one in last) else []
+
     # What messages ask for
 
-    def _push(self, steps: _Steps, values: Values, frames: Sequence[Any], number: int, now: float) -> Actions | None:
+    def _push(self, values: Values, message: _KeptMessage) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        subset, store, server = steps.subset, steps.batch.store, self._server
-        progress, (row, index) = subset.progress, steps.place
+        steps, frames, number, now = message
+        subset = steps.subset
+        progress, row = subset.progress, steps.row
         if number != progress.done + 1 or row in progress.came:
             return None
-        is_last = len(progress.came) == len(store.last) - 1
-        waiting = server.pulls.alike(store, subset.shards, number) if is_last else []
-        if waiting is None:
+        is_last = len(progress.came) == len(values.store.last) - 1
+        is_long = subset.size >= LONG_BYTES or subset.size > self._engine.much_bytes
+        if is_long and not self._takes(values, subset, frames, is_last=is_last):
             return None
-        frame = frames[2] if len(frames) == 3 else max(frames[2:], key=len)
-        progress.version = -1  # until all is done
-        if not self._engine.does_now(values, number, subset, steps.given(frames), frame=frame, is_last=is_last):
-            return None
-        store.last[steps.place] = number
-        self._counters.bytes_in += subset.size
-        self._counters.pushes += 1
-        server.sample((steps.rank,), steps.batch, (number,), now)
-        actions: Actions = []
-        is_owed = False
-        if is_last:
-            store.ordered[index] = store.done[index] = number
-            store.fresh[index] = False
-            progress.done = number
-            progress.came.clear()
-            self._counters.updated(len(subset.shards))
-            others_wait = server.pulls.answered(waiting, subset.first)
-            # Those for more than these shards may still want this round: before the next push it is looked again.
-            is_owed = others_wait and bool(store.owed[:, index].any())
-            actions = [self._answer(values, *pull.prepared) for pull in waiting]
-        else:
+        told: Actions = []
+        if steps.kind is Kind.PUSH:
+            told = [role.SendFrames(steps.link, [steps.answer[0] + frames[0][_REQUEST] + bytes(12), b""])]
+        if steps.lags is not None and steps.lags.wants(number, now):
+            self._server.sample((steps.rank,), steps.batch, (number,), now)
+        if not is_last:
+            progress.add(values, subset, steps.parts_of(frames))
             progress.came.add(row)
-        progress.version = -1 if is_owed else server.version
-        if steps.batch.message.kind is Kind.PUSH:
-            told = steps.answer[0] + frames[0][_REQUEST] + bytes(12)
-            return [*actions, role.SendFrames(steps.link, [told, b""])]
-        return [*actions, *self._pulled(steps, values, frames[0], number, now)]
-
-    def _pull(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions | None:
-        """Answer a pull of the worker's last round, or let it wait for the one that is open."""
-        progress = steps.subset.progress
-        if progress.side < 0 or number != progress.done + (steps.place[0] in progress.came):
+            self._keep(progress, message)
+            return told
+        addends = progress.addends(values, subset, steps.parts_of(frames))
+        progress.version = -1  # until all is done
+        if not self._engine.completes(values, number, subset, addends):
             return None
-        return self._pulled(steps, values, head, number, now)
+        return [*self._completed(values, message), *told]
 
-    def _pulled(self, steps: _Steps, values: Values, head: bytes, number: int, now: float) -> Actions:
-        self._counters.pulls += 1
-        if steps.subset.progress.done == number:
-            return [self._answer(values, steps, head, number)]
-        return self._server.pulls.wait(_Waiting(steps, head, number, now), steps.subset.first, now)
+    def _completed(self, values: Values, last: _KeptMessage) -> Actions:
+        """A round is over: note it, and answer those who wait for it."""
+        store, subset, counters = values.store, last.steps.subset, self._counters
+        progress, index = subset.progress, subset.index
+        store.last[:, index] = store.ordered[index] = store.done[index] = progress.done = last.number
+        store.fresh[index] = False
+        over = [*map(self._kept.pop, progress.kept), last]
+        progress.begin_round(values)
+        progress.version = self._server.version
+        pulls = [each for each in over if each.steps.kind is not Kind.PUSH]
+        pushes = len(store.last)
+        counters.bytes_in += subset.size * pushes
+        counters.pushes += pushes
+        counters.pulls += len(pulls)
+        counters.updates += len(subset.shards)
+        return [self._answer(values, each, progress.side) for each in pulls]
 
-    def _answer(self, values: Values, steps: _Steps, head: bytes, number: int) -> role.Action:
+    def _pull(self, values: Values, message: _KeptMessage) -> Actions | None:
+        """Answer a pull of the worker's last round, or keep it with the round that is open."""
+        progress = message.steps.subset.progress
+        if progress.side < 0 or message.number != progress.done + (message.steps.row in progress.came):
+            return None
+        if progress.done == message.number:
+            self._counters.pulls += 1
+            return [self._answer(values, message, progress.side)]
+        self._keep(progress, message)
+        return []
+
+    def _pull_of_some(self, others: Sequence[ShardProgress | None], message: _KeptMessage) -> Actions | None:
+        """Keep a pull of some shards of a set whose round is open."""
+        steps, progress = message.steps, others[0]
+        is_one = progress is not None and len(others) == 1 and progress.version == steps.version
+        if not is_one or steps.kind is not Kind.PULL:
+            return None
+        assert progress is not None
+        if message.number != progress.done + 1 or steps.row not in progress.came:
+            return None
+        self._keep(progress, message)
+        return []
+
+    def _keep(self, progress: ShardProgress, message: _KeptMessage) -> None:
+        self._count += 1
+        self._kept[self._count] = message
+        progress.kept.append(self._count)
+
+    def _takes(self, values: Values, subset: ShardSet, frames: Sequence[Buffer], *, is_last: bool) -> bool:
+        """Whether a long contribution is not too much work, and can be kept if it is not the last one: it is memory of
+        its sender, or not too much with what is kept."""
+        frame = max(frames[2:], key=len)
+        if self._engine.is_much(values, subset.size, frame):
+            return False
+        if is_last or is_shared(frame):
+            return True
+        self._kept_bytes = subset.size + self._kept_bytes * bool(self._kept)
+        return self._kept_bytes <= KEPT_BYTES
+
+    def _answer(self, values: Values, message: _KeptMessage, side: int) -> role.Action:
+        steps, head, number = message.steps, bytes(message.frames[0]), message.number
         try:
-            made = steps.answer_to(head, number, values, steps.subset.progress.side)
+            made = steps.answer_to(head, number, values, side)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
             event = role.WorkDone(role.Discard(0), err, traceback.format_exc())
-            return role.Send(steps.link, failed(steps.pulled(head, number).message, event))
+            return role.Send(steps.link, failed(steps.batch_of(head, number).message, event))
         self._counters.bytes_out += steps.subset.size
         return made
 

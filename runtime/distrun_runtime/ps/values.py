@@ -66,7 +66,8 @@ class PushedValues:
 
 @dataclass(eq=False)
 class ShardProgress:
-    """How far all shards of some set are, while they are in step: then they have had the same rounds."""
+    """How far all shards of some set are, while they are in step: then they have had the same rounds, and what came for
+    the next one is here."""
 
     number: int
     """What the shards have in `Store.progress` if no other set has changed their rounds since."""
@@ -74,10 +75,47 @@ class ShardProgress:
     """Of the server, when that was last known."""
     done: int = 0
     """The round that is over."""
-    came: set[int] = field(default_factory=set)
-    """Rows of the workers that have contributed to the next one."""
     side: int = -1
     """Of the arena that has the present values; -1: they are on several."""
+    came: set[int] = field(default_factory=set)
+    """Rows of the workers that have contributed to the next one."""
+    kept: list[int] = field(default_factory=list)
+    """Their messages, by the numbers in `Server.kept`."""
+    parts: list[Array] = field(default_factory=list)
+    """What the first of them brings to the runs of a set, if no other contribution came."""
+    of: ShardSet | None = None
+    """That set."""
+    total: Arena | None = None
+    """The sum of those that came, if they are several."""
+
+    def begin_round(self, values: Values) -> None:
+        """Nothing came for the next round."""
+        self.came.clear()
+        self.kept.clear()
+        self.parts = []
+        if self.total is not None and self.of is not None:
+            values.spare_sums.setdefault(self.of.code, []).append(self.total)
+        self.of = self.total = None
+
+    def addends(self, values: Values, of: ShardSet, parts: list[Array]) -> list[tuple[Array, ...]]:
+        """Return for each run what is to be added: what has come so far, and what comes now."""
+        if self.of is None:
+            return [(part,) for part in parts]
+        if self.of is not of and self.total is None:  # They come in other frames.
+            first, self.total = self.of, values.spare_arena(self.of.code)
+            values.device.sums(
+                [((part,), there) for part, there in zip(self.parts, first.views(self.total), strict=True)]
+            )
+        return list(zip(self.parts if self.total is None else of.views(self.total), parts, strict=True))
+
+    def add(self, values: Values, of: ShardSet, parts: list[Array]) -> None:
+        """Take in a contribution that is not the last one."""
+        if self.of is None:
+            self.of, self.parts = of, parts
+            return
+        addends = self.addends(values, of, parts)
+        self.total = values.spare_arena(of.code) if self.total is None else self.total
+        values.device.sums(zip(addends, of.views(self.total), strict=True))
 
 
 @dataclass(eq=False)
@@ -229,6 +267,8 @@ class Values:
         """The side of the arena that has a shard's present value."""
         self.lent = np.zeros((1, 0), np.int64)
         """By side and shard: how many replies read it."""
+        self.lending = 0
+        """How many replies read any."""
         self.copies = CopiedShards()
         """Of shards that are on a GPU."""
         self.shared_copies = CopiedShards()
@@ -549,21 +589,16 @@ class Values:
             found = self.rounds[number] = Round(np.zeros(len(self.at), np.int64))
         return found
 
-    def forget_alike(self, number: int, of: ShardSet) -> None:
-        """The sums of these shards, all of which have one, are used: `forget_sums` where nothing else is noted."""
-        known = self.rounds[number]
-        known.where[of.index] = 0
-        known.open -= len(of.shards)
-        if known.open <= 0:
-            self._close(number, known)
-
     def sums(self, of: Round, code: int) -> Arena:
         """Return where the sums of a round are."""
         if code not in of.arenas:
-            spare = self.spare_sums.setdefault(code, [])
-            like = self.arenas[code]
-            of.arenas[code] = spare.pop() if spare else Arena(self.device, work_dtype(like.dtype), like)
+            of.arenas[code] = self.spare_arena(code)
         return of.arenas[code]
+
+    def spare_arena(self, code: int) -> Arena:
+        """Return a place for sums that are not used at the moment."""
+        spare, like = self.spare_sums.setdefault(code, []), self.arenas[code]
+        return spare.pop() if spare else Arena(self.device, work_dtype(like.dtype), like)
 
     def lose(self, number: int, shards: Array, error: BaseException, trace: str) -> None:
         """A contribution to a round of shards could not be added: their sums are of no use."""
