@@ -304,7 +304,7 @@ class Steady:
         return found
 
     def _look(self, subset: ShardSet, values: Values) -> bool:
-        """Look how far the shards are, and whether they are in step: then nothing came for them since their last round."""
+        """Look how far the shards are, and whether nothing has come for them since their last round."""
         store, progress = values.store, subset.progress
         progress.begin_round(values)
         done = store.done.item(subset.first)
