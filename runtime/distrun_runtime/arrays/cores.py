@@ -59,7 +59,7 @@ def threads_for(cores: float, processes: int, limit: int = 0, wanted: int = 0) -
     Arguments:
         cores: what this process may use of the host.
         processes: how many of its role are on the host. Other roles are not counted: workers and servers take turns.
-        limit: OMP_NUM_THREADS, 0: unset.
+        limit: OMP_NUM_THREADS of a process that runs a script, 0: unset.
         wanted: DISTRUN_COPY_THREADS, which overrides the rest; 0: unset.
     """
     share = min(int(cores / max(1, processes)), MOST_THREADS, limit or MOST_THREADS)
@@ -73,9 +73,10 @@ def threads_here() -> int:
         ContractError: DISTRUN_COPY_THREADS is wrong.
     """
     wanted = environ.read("DISTRUN_COPY_THREADS")
-    # It may be a list, of which the first number is meant: one for each level of nested loops.
-    limit = environ.text("OMP_NUM_THREADS").partition(",")[0].strip()
     role = environ.text("DMLC_ROLE")
+    # It may be a list, of which the first number is meant: one for each level of nested loops. It is set to leave cores
+    # to other workers, which wait where servers have much to do.
+    limit = "" if role == "server" else environ.text("OMP_NUM_THREADS").partition(",")[0].strip()
     count = {"worker": "DMLC_NUM_WORKER", "server": "DMLC_NUM_SERVER"}.get(role, "DISTRUN_LOCAL_SIZE")
     # Of a job that is started by hand all processes may be here.
     processes = environ.read("DISTRUN_LOCAL_SIZE") or environ.read(count) or 1

@@ -297,12 +297,12 @@ _TUNING = (
     _reads(
         "DISTRUN_COPY_THREADS",
         "Threads of a worker or server that copy, add and update 4 MiB and more together; 0: the cores that it may use,"
-        " divided by the processes of its role on the host, at most 8 and at most OMP_NUM_THREADS.",
+        " divided by the processes of its role on the host, at most 8, and in workers at most OMP_NUM_THREADS.",
         low=0,
         high=256,
         default=0,
     ),
-    _reads("OMP_NUM_THREADS", "The most threads that DISTRUN_COPY_THREADS=0 stands for.", default=""),
+    _reads("OMP_NUM_THREADS", "The most threads that DISTRUN_COPY_THREADS=0 stands for in workers.", default=""),
     _reads(
         "DISTRUN_HOST_SUMS",
         "0: workers of one host do not add what they push before it leaves the host.",

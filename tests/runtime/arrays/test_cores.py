@@ -41,6 +41,7 @@ def test_a_process_has_its_share_of_the_cores_unless_it_is_told_a_number(
         ({"DMLC_ROLE": "server", "DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2"}, 6),
         ({"OMP_NUM_THREADS": "5,2"}, 5),
         ({"OMP_NUM_THREADS": "many"}, 8),
+        ({"OMP_NUM_THREADS": "1", "DMLC_ROLE": "server", "DISTRUN_LOCAL_SIZE": "2"}, 6),
         ({"DISTRUN_COPY_THREADS": "3", "OMP_NUM_THREADS": "1"}, 3),
     ],
 )
