@@ -16,7 +16,7 @@ left out at first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -115,23 +115,14 @@ class _Bucket:
 
 
 class UndecidedMessage(Protocol):
-    """A push or pull of plain values with which nothing is wrong. It is decided on before anything else is."""
-
-    @property
-    def source(self) -> tuple[str, int]:
-        """The link that it came by, and the worker."""
-
-    @property
-    def batch(self) -> role.Batch:
-        """What it is about."""
-
-    @property
-    def is_acknowledged(self) -> bool:
-        """Whether it was answered when it came."""
+    """A push or pull of plain values with which nothing is wrong."""
 
     @property
     def now(self) -> float:
         """When it came."""
+
+    def decided_by(self, accept: Callable[[str, int, role.Batch], list[role.Action]]) -> list[role.Action]:
+        """Return what follows from it; `accept` decides, by link, rank and what the message is about."""
 
 
 class Server:
@@ -657,10 +648,8 @@ class Server:
         self.version += 1
         actions: list[role.Action] = []
         for each in kept:
-            self._now, (link, rank), batch = each.now, each.source, each.batch
-            self._counters.bytes_in += batch.message.size
-            found = self._accept(link, rank, batch)
-            actions += found[:-1] if each.is_acknowledged else found  # The last one is the answer.
+            self._now = each.now
+            actions += each.decided_by(self._accept)
         return actions
 
     def plain(self, link: str, message: Message) -> tuple[int, role.Batch, object] | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -149,20 +149,16 @@ class _KeptMessage(NamedTuple):
     """The round."""
     now: float
 
-    @property
-    def source(self) -> tuple[str, int]:
-        """The link that it came by, and the worker."""
-        return self.steps.link, self.steps.rank
+    def decided_by(self, accept: Callable[[str, int, role.Batch], Actions]) -> Actions:
+        """Return what follows from it that was not done when it came."""
+        steps = self.steps
+        actions = accept(steps.link, steps.rank, steps.batch_of(self.head, self.number, self.frames[2:]))
+        return actions[:-1] if steps.kind is Kind.PUSH else actions  # the last one is the answer
 
     @property
-    def batch(self) -> role.Batch:
-        """What it is about."""
-        return self.steps.batch_of(bytes(self.frames[0]), self.number, self.frames[2:])
-
-    @property
-    def is_acknowledged(self) -> bool:
-        """Whether it was answered when it came."""
-        return self.steps.kind is Kind.PUSH
+    def head(self) -> bytes:
+        """What it begins with."""
+        return bytes(self.frames[0])
 
 
 class Steady:
@@ -336,12 +332,13 @@ class Steady:
             return None
         told: Actions = []
         if steps.kind is Kind.PUSH:
-            told = [role.SendFrames(steps.link, [steps.answer[0] + frames[0][_REQUEST] + bytes(12), b""])]
+            told = [role.SendFrames(steps.link, [steps.answer[0] + message.head[_REQUEST] + bytes(12), b""])]
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
         if not is_last:
             progress.add(values, subset, steps.parts_of(frames))
             progress.came.add(row)
+            self._counters.bytes_in += subset.size
             self._keep(progress, message)
             return told
         addends = progress.addends(values, subset, steps.parts_of(frames))
@@ -360,9 +357,8 @@ class Steady:
         progress.begin_round(values)
         progress.version = self._server.version
         pulls = [each for each in over if each.steps.kind is not Kind.PUSH]
-        pushes = len(store.last)
-        counters.bytes_in += subset.size * pushes
-        counters.pushes += pushes
+        counters.bytes_in += subset.size
+        counters.pushes += len(store.last)
         counters.pulls += len(pulls)
         counters.updates += len(subset.shards)
         return [self._answer(values, each, progress.side) for each in pulls]
@@ -407,7 +403,7 @@ class Steady:
         return self._kept_bytes <= KEPT_BYTES
 
     def _answer(self, values: Values, message: _KeptMessage, side: int) -> role.Action:
-        steps, head, number = message.steps, bytes(message.frames[0]), message.number
+        steps, head, number = message.steps, message.head, message.number
         try:
             made = steps.answer_to(head, number, values, side)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
