@@ -63,7 +63,8 @@ class Twins:
 
         Arguments:
             buckets: workers name lists by buckets.
-            frames: of a push: `one`; `two`, the first value in one of its own; `each`, one for each entry.
+            frames: of a push: `one`; `two`, the first value in one of its own; `each`, one for each entry; `mixed`,
+                each worker has another of these ways.
             shared: what they push is their memory.
             much_bytes: from so many on, the engine's thread does the work.
             looks: compare what both know after each event: nothing is kept for long.
@@ -176,7 +177,8 @@ class Twins:
         step = max(0, step + (odd.get("rounds", 0) if named else 0))
         added = 0 if named else odd.get("rounds", 0)
         brings = kind is not Kind.PULL
-        is_each = self.frames == "each" and not bucket
+        way = ("one", "two", "each")[rank % 3] if self.frames == "mixed" else self.frames
+        is_each = way == "each" and not bucket
         payload = Payload.FRAME if is_each else Payload.PACKED
         entries = [
             Entry(key, 0, SIZES[key], max(0, worker.rounds[key] + added), CODES[key], 0, payload * brings)
@@ -187,7 +189,7 @@ class Twins:
             count = sum(SIZES[key] for key in keys) - odd.get("short", 0)
             elements = np.arange(values, values + count).astype(DTYPES[CODES[keys[0]]])
             ends = np.cumsum([SIZES[key] for key in keys])[:-1]
-            cuts = ends if is_each else ends[:1] if self.frames == "two" else ends[:0]
+            cuts = ends if is_each else ends[:1] if way == "two" else ends[:0]
             payloads = [raw(part) for part in np.split(elements, cuts[cuts < count])]
         made = NO_ENTRIES if named else protocol.entries_of(entries)
         more = {"body": odd.get("body", {}), "priority": odd.get("priority", 0)}
@@ -391,11 +393,11 @@ def play(twins: Twins, steps: Sequence[Any]) -> None:
     twins.look()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     st.integers(1, 3),
     st.tuples(*[st.booleans()] * 4),
-    st.sampled_from(("one", "two", "each")),
+    st.sampled_from(("one", "two", "each", "mixed")),
     st.lists(Steps, min_size=4, max_size=25),
 )
 def test_a_server_that_knows_messages_is_as_one_that_does_not(
@@ -450,6 +452,15 @@ def test_a_large_message_that_is_only_added_is_done_at_once_up_to_four_times_the
             assert (pair.known == 2) == (number == 1 and not has_rule)
     finally:
         pair.close()
+
+
+def test_a_round_whose_workers_send_other_frames_is_known(twins: Callable[..., Twins]) -> None:
+    pair = twins(3, buckets=True, frames="mixed")
+    for _ in range(4):
+        pair.round(Kind.PUSHPULL, 2)
+    pair.known = 0
+    pair.round(Kind.PUSHPULL, 2, order=(1, 0, 2))
+    assert pair.known == 3
 
 
 def test_the_sums_of_a_message_are_made_by_one_call_so_that_threads_share_all_of_them(
