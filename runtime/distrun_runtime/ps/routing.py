@@ -281,6 +281,10 @@ class Portion:
             return self._frames
         return cast("list[Buffer]", self._frames_of(values, InPlace(frozenset(self.items.tolist()), {}), np.empty))
 
+    def fill(self, values: Sequence[Array], memory: Array) -> None:
+        """Copy the values' elements to a flat array."""
+        _copy_parts(self.parts, values, memory, 0)
+
     def _frames_of(self, values: Sequence[Array], in_place: InPlace, empty: Callable[..., Any]) -> list[Buffer] | None:
         """Return frames of which those that are not in place are copies; None: `empty` has no memory for these."""
         size, groups = in_place.frames.get(self) or self._placed(values, in_place)

@@ -15,11 +15,12 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
 from distrun_runtime.ps.role import NodeRequest
@@ -43,8 +44,45 @@ _PAYLOADS = slice(HEAD_BYTES + ENTRY.fields["payload"][1], None, ENTRY.itemsize)
 """Where a head has the kind of each entry's payload."""
 _PACKED = bytes([Payload.PACKED])
 
+SPARE_BYTES = 32 * 1024 * 1024
+"""So much shared memory stays with a store."""
+
 Name = tuple[Kind, tuple[Key, ...], int, float]
 """Kind, keys as they were given, priority, scale."""
+
+
+class Staged(NamedTuple):
+    """Shared memory that a message is sent from."""
+
+    array: Array
+    frames: list[Buffer]
+    """Its bytes."""
+
+
+class SpareMemory:
+    """Shared memory of messages whose answers are here, for the next of their sizes: where it is need not be looked
+    up again, and some of it may be in the processor's cache. Threads: any."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, DType], list[Staged]] = {}
+        self._bytes = 0
+
+    def take(self, portion: Portion, pool: Pool) -> Staged | None:
+        """Return memory for what a message carries; None: there is none."""
+        spare = self._free.get((portion.size, portion.dtype))
+        if spare:
+            found = spare.pop()
+            self._bytes -= found.array.nbytes
+            return found
+        array = pool.empty((portion.size,), portion.dtype)
+        return None if array is None else Staged(array, [array.view(np.uint8).data])
+
+    def give_back(self, staged: Staged) -> None:
+        """Nobody reads it any more."""
+        array = staged.array
+        if self._bytes + array.nbytes <= SPARE_BYTES:
+            self._bytes += array.nbytes
+            self._free.setdefault((array.size, array.dtype), []).append(staged)
 
 
 class PlannedMessage:
@@ -155,6 +193,8 @@ class PlannedCall:
     sends: PlannedSends
     requests: list[NodeRequest] = field(default_factory=list)
     """What it has become, if it has."""
+    staged: list[Staged] = field(default_factory=list)
+    """What is nobody's when the answers are here."""
     ahead: object = None
     """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""
 

@@ -54,7 +54,7 @@ from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
-from distrun_runtime.store.plans import PLANNED_BYTES, STAGED_BYTES, CallPlan, PlannedCall, PlannedMessage
+from distrun_runtime.store.plans import PLANNED_BYTES, STAGED_BYTES, CallPlan, PlannedCall, PlannedMessage, SpareMemory
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:
@@ -256,6 +256,7 @@ class Transfers:
         """In the order of their offsets."""
         self._rounds = np.zeros(0, np.int64)
         """By key number: the number of this worker's pushes, which is the round of the last one."""
+        self._spare = SpareMemory()
         self._answered = np.zeros(0, np.int64)
         """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
@@ -609,13 +610,21 @@ class Transfers:
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
         in_place = self._in_place(route, values) if lent and route.runs else NOTHING_IN_PLACE
+        made = PlannedCall(plan, rounds, sends)
         for each in plan.messages:
             if not each.is_at(rounds):
                 return None
             pool = None if each.is_small else self._staging(each.portion)
-            payloads = () if kind is Kind.PULL else each.portion.gather(values, False, pool, in_place)
+            says_when_read = kind is Kind.PUSHPULL and not in_place.items
+            staged = self._spare.take(each.portion, pool) if says_when_read and pool is not None else None
+            payloads: Sequence[Buffer] = ()
+            if staged is not None:
+                made.staged.append(staged)
+                each.portion.fill(values, staged.array)
+                payloads = staged.frames
+            elif kind is not Kind.PULL:
+                payloads = each.portion.gather(values, False, pool, in_place)
             sends.append(each.send(plan.text, payloads, pool is not None))
-        made = PlannedCall(plan, rounds, sends)
         if kind is not Kind.PULL:
             self._rounds[route.at] = rounds
         return made
@@ -651,6 +660,8 @@ class Transfers:
     def take(self, made: PlannedCall, answers: Sequence[Sequence[Buffer]], outs: Sequence[Array], own: bool) -> Notes:
         """Write the answers of a steady call into its outputs, and note that these rounds were answered."""
         plan, at = made.plan, made.plan.route.at
+        while made.staged:
+            self._spare.give_back(made.staged.pop())
         if plan.name[0] is Kind.PUSH:
             return {}
         if not plan.take(answers, outs):

@@ -54,6 +54,8 @@ _HEAD = struct.Struct("<4sBBHII")
 _REFERENCE = struct.Struct("<IIQQ")
 """Number of the frame, segment, offset, length."""
 
+KEPT_LEASES = 32
+"""From so many messages in shared memory on it is looked which of them were read, each time that one is sent."""
 
 _UNREADABLE = (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared)
 """What it raises to read what makes no sense."""
@@ -178,7 +180,8 @@ class BulkTransport:
             return self._inner.send(link, list(map(readable, frames)) if on_gpu else frames)
         try:
             self._in_use.append(shared)
-            self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
+            if len(self._in_use) > KEPT_LEASES:
+                self._release()  # A thread that sends and receives by itself may do so many times before the next poll.
             head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
             inner = self._inner.send(link, [head + b"".join(table), *rest])
         except BaseException:  # A signal handler has raised. Where it is not known, the message may have been sent.
