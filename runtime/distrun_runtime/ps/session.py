@@ -99,6 +99,9 @@ class Commitment:
 class PlannedSends(Commitment, list[PlannedSend]):
     """The messages of an `exchange`."""
 
+    looks = True
+    """The answers may come so soon that the thread looks for them before it sleeps."""
+
 
 class Asked(NamedTuple):
     """The arguments of `NodeSession.ask`, for what an `exchange` sends."""
@@ -473,9 +476,7 @@ class NodeSession:
         assert self._paths is not None
         assert self._direct is not None
         links, until = exchange.links, time.monotonic() + ANSWER_S
-        # Servers need the cores for what is large.
-        looks = exchange.sends[0].is_small
-        while self._direct.wait(max(until - time.monotonic(), 0.0), looks=looks):
+        while self._direct.wait(max(until - time.monotonic(), 0.0), looks=exchange.sends.looks):
             came = self._paths.inbox(links[0])
             for link in links[1:]:
                 more = self._paths.inbox(link)

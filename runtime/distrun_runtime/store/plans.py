@@ -44,6 +44,8 @@ _PAYLOADS = slice(HEAD_BYTES + ENTRY.fields["payload"][1], None, ENTRY.itemsize)
 """Where a head has the kind of each entry's payload."""
 _PACKED = bytes([Payload.PACKED])
 
+LOOKED_BYTES = 1024 * 1024
+"""For more, servers need the cores."""
 SPARE_BYTES = 32 * 1024 * 1024
 """So much shared memory stays with a store."""
 

@@ -54,7 +54,15 @@ from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
-from distrun_runtime.store.plans import PLANNED_BYTES, STAGED_BYTES, CallPlan, PlannedCall, PlannedMessage, SpareMemory
+from distrun_runtime.store.plans import (
+    LOOKED_BYTES,
+    PLANNED_BYTES,
+    STAGED_BYTES,
+    CallPlan,
+    PlannedCall,
+    PlannedMessage,
+    SpareMemory,
+)
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:
@@ -610,6 +618,7 @@ class Transfers:
         if plan.keys.size_bytes > MESSAGE_BYTES and self._routes(plan.keys).plain is not route:
             return None
         in_place = self._in_place(route, values) if lent and route.runs else NOTHING_IN_PLACE
+        sends.looks = plan.keys.size_bytes <= LOOKED_BYTES
         made = PlannedCall(plan, rounds, sends)
         for each in plan.messages:
             if not each.is_at(rounds):

@@ -76,7 +76,7 @@ ENDING_S = 0.5
 """How long TCP may outlive the ZeroMQ connection: both end with their process, but what was sent may be under way."""
 CHECK_S = 1.0
 """How often these limits are checked."""
-FIRST_LOOK_S, LOOK_S = 20e-6, 500e-6
+FIRST_LOOK_S, LOOK_S = 20e-6, 1e-3
 """How long, at least and at most, a thread looks for an answer before it sleeps."""
 
 CHUNK_BYTES = 96 * 1024
