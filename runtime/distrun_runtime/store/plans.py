@@ -15,11 +15,11 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
@@ -53,38 +53,28 @@ Name = tuple[Kind, tuple[Key, ...], int, float]
 """Kind, keys as they were given, priority, scale."""
 
 
-class Staged(NamedTuple):
-    """Shared memory that a message is sent from."""
-
-    array: Array
-    frames: list[Buffer]
-    """Its bytes."""
-
-
 class SpareMemory:
-    """Shared memory of messages whose answers are here, for the next of their sizes: where it is need not be looked
-    up again, and some of it may be in the processor's cache. Threads: any."""
+    """Shared memory of messages whose answers are here, for the next of their sizes: where it is need not be looked up
+    again, and some of it may be in the processor's cache. Threads: any."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, DType], list[Staged]] = {}
+        self._free: dict[int, list[memoryview]] = {}
+        """By bytes."""
         self._bytes = 0
 
-    def take(self, portion: Portion, pool: Pool) -> Staged | None:
-        """Return memory for what a message carries; None: there is none."""
-        spare = self._free.get((portion.size, portion.dtype))
-        if spare:
-            found = spare.pop()
-            self._bytes -= found.array.nbytes
-            return found
-        array = pool.empty((portion.size,), portion.dtype)
-        return None if array is None else Staged(array, [array.view(np.uint8).data])
+    def take(self, size_bytes: int, pool: Pool) -> memoryview | None:
+        """Return memory for so many bytes; None: there is none."""
+        if spare := self._free.get(size_bytes):
+            self._bytes -= size_bytes
+            return spare.pop()
+        made = pool.empty((size_bytes,), np.dtype(np.uint8))
+        return None if made is None else made.data
 
-    def give_back(self, staged: Staged) -> None:
+    def give_back(self, memory: memoryview) -> None:
         """Nobody reads it any more."""
-        array = staged.array
-        if self._bytes + array.nbytes <= SPARE_BYTES:
-            self._bytes += array.nbytes
-            self._free.setdefault((array.size, array.dtype), []).append(staged)
+        if self._bytes + memory.nbytes <= SPARE_BYTES:
+            self._bytes += memory.nbytes
+            self._free.setdefault(memory.nbytes, []).append(memory)
 
 
 class PlannedMessage:
@@ -195,7 +185,7 @@ class PlannedCall:
     sends: PlannedSends
     requests: list[NodeRequest] = field(default_factory=list)
     """What it has become, if it has."""
-    staged: list[Staged] = field(default_factory=list)
+    staged: list[memoryview] = field(default_factory=list)
     """What is nobody's when the answers are here."""
     ahead: object = None
     """Of a push that asked for its result, too: the `CallUnderWay` that has it, or a request."""

@@ -625,12 +625,12 @@ class Transfers:
                 return None
             pool = None if each.is_small else self._staging(each.portion)
             says_when_read = kind is Kind.PUSHPULL and not in_place.items
-            staged = self._spare.take(each.portion, pool) if says_when_read and pool is not None else None
+            staged = self._spare.take(each.size_bytes, pool) if says_when_read and pool is not None else None
             payloads: Sequence[Buffer] = ()
             if staged is not None:
                 made.staged.append(staged)
-                each.portion.fill(values, staged.array)
-                payloads = staged.frames
+                each.portion.fill(values, np.frombuffer(staged, each.portion.dtype))
+                payloads = [staged]
             elif kind is not Kind.PULL:
                 payloads = each.portion.gather(values, False, pool, in_place)
             sends.append(each.send(plan.text, payloads, pool is not None))

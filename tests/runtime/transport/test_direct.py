@@ -772,7 +772,7 @@ def test_a_thread_looks_longer_while_answers_come_soon_and_never_longer_than_the
 def test_one_long_wait_halves_the_time_and_several_end_the_looking() -> None:
     assert looks_after(*[SHORT_S] * 50, LONG_S) == LOOK_S / 2
     assert looks_after(*[SHORT_S] * 50, LONG_S, SHORT_S) == LOOK_S
-    assert looks_after(*[SHORT_S] * 50, *[LONG_S] * 5) == 0
+    assert looks_after(*[SHORT_S] * 50, *[LONG_S] * 6) == 0
 
 
 @given(st.lists(st.booleans(), max_size=60))
