@@ -181,7 +181,8 @@ def _sum_runs(
 
 
 def apply_alike(values: Values, number: int, of: ShardSet, addends: Sequence[Sequence[DeviceArray]]) -> bool:
-    """Do what `apply` does for shards that are updated together; False: something is special, and nothing was done.
+    """Do what `apply` does for shards that are updated together, by a flat rule or none, and of which no answer is
+    encoded; False: replies read only some of them, and nothing was done.
 
     Arguments:
         addends: all contributions of the round to each run.
@@ -189,11 +190,9 @@ def apply_alike(values: Values, number: int, of: ShardSet, addends: Sequence[Seq
     side = of.progress.side
     is_lent = values.lending > 0 and (side < 0 or not of.has(values.lent[side], 0))
     is_lent = is_lent and (side >= 0 or bool(values.lent[:, of.index].any()))
-    if values.encoded or (is_lent and (side < 0 or not values.lent[side, of.index].all())):
+    if is_lent and (side < 0 or not values.lent[side, of.index].all()):
         return False
     if values.rule is not None:
-        if not values.is_flat(of.code):
-            return False
         _update(values, of.code, of.shards, of.layout.runs, addends, turn=(SYNC, number), result=UpdateResult())
         of.progress.side = values.side_of(of)
         return True

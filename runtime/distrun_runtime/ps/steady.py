@@ -304,8 +304,10 @@ class Steady:
         store, progress = values.store, subset.progress
         progress.begin_round(values)
         done = store.done.item(subset.first)
+        is_usual = not values.encoded and (values.rule is None or values.is_flat(subset.code))
         is_even = subset.has(store.done, done) and subset.has(store.ordered, done)
-        if not is_even or (store.last[:, subset.shards] != done).any() or store.owed[:, subset.shards].any():
+        has_more = (store.last[:, subset.shards] != done).any() or store.owed[:, subset.shards].any()
+        if has_more or not (is_usual and is_even):
             return False
         progress.done, progress.side, progress.version = done, values.side_of(subset), self._server.version
         store.progress[subset.index] = progress.number
@@ -335,14 +337,15 @@ class Steady:
             told = [role.SendFrames(steps.link, [steps.answer[0] + message.head[_REQUEST] + bytes(12), b""])]
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
+        progress.version = -1  # until all is done
         if not is_last:
             progress.add(values, subset, steps.parts_of(frames))
             progress.came.add(row)
             self._counters.bytes_in += subset.size
             self._keep(progress, message)
+            progress.version = steps.version
             return told
         addends = progress.addends(values, subset, steps.parts_of(frames))
-        progress.version = -1  # until all is done
         if not self._engine.completes(values, number, subset, addends):
             return None
         return [*self._completed(values, message), *told]

@@ -582,6 +582,33 @@ def test_what_fails_at_a_message_that_is_known_is_refused_and_the_server_lives(
     assert said(server.ask(0, Kind.STATS)) == ["w0 STATS"]
 
 
+def test_a_sum_that_fails_is_made_anew_of_what_was_pushed(
+    serving: Callable[..., History], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, ones = serving(workers=4), raw(np.ones(2, np.float32))
+
+    def push(rank: int, number: int) -> list[Any]:
+        return server.hear("w%d" % rank, data(Kind.PUSHPULL, [Piece(0, round=number, payload=ones)]))
+
+    def fail(device: CpuDevice, items: Any) -> None:
+        for _, out in items:
+            out[...] = 99
+        raise MemoryError("no memory for a sum")
+
+    for number in range(1, 4):
+        for rank in range(4):
+            push(rank, number)
+    push(0, 4), push(1, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuDevice, "sums", fail)
+        assert said(push(2, 4)) == ["w2 PUSHPULL!"]
+    push(3, 4)
+    answers = push(2, 4)
+    assert len(answers) == 4
+    four = np.full(2, 4, np.float32).tobytes()
+    assert [bytes(piece.payload) for each in answers for piece in each.pieces] == [four] * 4
+
+
 def test_a_pull_that_brings_bytes_is_no_push(twins: Callable[..., Twins]) -> None:
     pair = twins(2, buckets=True)
     for _ in range(5):
