@@ -380,10 +380,8 @@ class Steady:
     def _pull_of_some(self, others: Sequence[ShardProgress | None], message: _KeptMessage) -> Actions | None:
         """Keep a pull of some shards of a set whose round is open."""
         steps, progress = message.steps, others[0]
-        is_one = progress is not None and len(others) == 1 and progress.version == steps.version
-        if not is_one or steps.kind is not Kind.PULL:
+        if progress is None or len(others) > 1 or progress.version != steps.version or steps.kind is not Kind.PULL:
             return None
-        assert progress is not None
         if message.number != progress.done + 1 or steps.row not in progress.came:
             return None
         self._keep(progress, message)
