@@ -175,9 +175,10 @@ class WorkEngine:
         """The arrays of all stores, by their numbers."""
         return self._values
 
-    def is_plain(self, values: Values) -> bool:
-        """Whether arrays are in host memory, and no profile is made of work on them."""
-        return values.is_on_host and not self._recorder.is_on
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a profile is made of work."""
+        return self._recorder.is_on
 
     def is_much(self, values: Values, nbytes: int, frame: Buffer) -> bool:
         """Whether a contribution is so much work that the engine's thread does it.

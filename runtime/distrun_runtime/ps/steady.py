@@ -183,7 +183,7 @@ class Steady:
             return None
         head = bytes(frames[0])
         values = self._engine.values.get(int.from_bytes(head[_STORE], "little"))
-        if values is None:
+        if values is None or values.device.is_gpu:
             return None
         fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
         name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *map(len, frames[2:]))
@@ -199,7 +199,7 @@ class Steady:
             return None
         if steps.version != self._server.version:
             is_usual = self._server.is_usual(link, steps.rank, steps.batch, steps.bucket)
-            if not (is_usual and self._engine.is_plain(values)):
+            if not is_usual or self._engine.is_profiled:
                 if not self._server.is_named(steps.rank, steps.batch, steps.bucket):
                     _drop(values, [name])  # the number is another bucket's now
                 return None
