@@ -619,12 +619,12 @@ class Transfers:
             return None
         in_place = self._in_place(route, values) if lent and route.runs else NOTHING_IN_PLACE
         sends.looks = plan.keys.size_bytes <= LOOKED_BYTES
+        says_when_read = kind is Kind.PUSHPULL and not in_place.items
         made = PlannedCall(plan, rounds, sends)
         for each in plan.messages:
             if not each.is_at(rounds):
                 return None
             pool = None if each.is_small else self._staging(each.portion)
-            says_when_read = kind is Kind.PUSHPULL and not in_place.items
             staged = self._spare.take(each.size_bytes, pool) if says_when_read and pool is not None else None
             payloads: Sequence[Buffer] = ()
             if staged is not None:
