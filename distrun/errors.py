@@ -41,7 +41,7 @@ class UsageError(DistrunError, ValueError):
 
 
 class PlacedError(UsageError):
-    """Files cannot be understood. The message has all errors, each with its own place (`file:line:col`)."""
+    """Files cannot be understood. The message has all errors, each with its own place (`file:line:col`, or `file`)."""
 
     what = "the files given"
 

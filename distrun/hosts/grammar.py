@@ -68,9 +68,9 @@ class Finding:
 
     @property
     def head(self) -> str:
-        """`file:line:col: CODE: text`."""
-        code = f"{self.code}: " if self.code else ""
-        return f"{self.source}:{self.line}:{self.column}: {code}{self.text}"
+        """`file:line:col: CODE: text`; `file: CODE: text`, if it is of no line."""
+        place = f":{self.line}:{self.column}" if self.line else ""
+        return ": ".join(filter(None, (self.source + place, self.code, self.text)))
 
     def __str__(self) -> str:
         if not self.line:

@@ -119,7 +119,7 @@ def test_node_lists_are_folded_and_expanded(distrun: Distrun) -> None:
         (("--expand", "--json", "a"), "--expand takes node lists"),
         (("--expand", "a[1"), "node list:1:2: E109: unclosed '['"),
         (("--hostfile-format", "xml", "hosts"), "expected one of auto, dmlc"),
-        (("nowhere",), "nowhere:0:0: E100: hosts file not found: 'nowhere'"),
+        (("nowhere",), "nowhere: E100: hosts file not found: 'nowhere'"),
         (("--hosts", "a", "hosts"), "contradict"),
     ],
 )
