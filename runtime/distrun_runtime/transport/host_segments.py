@@ -280,17 +280,11 @@ class Segments:
         nonce, name = bytes.fromhex(str(offer["nonce"])), str(offer["socket"]).encode()
         out = _Board.made(nonce)
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        try:
+        # Where it is not reached, the address is of another network namespace, or no process listens.
+        with _closing_unless_shared(one, "its socket cannot be reached from here"):
             one.connect(b"\0" + name)
             check_user(one)
             _tell(one, self._proof(nonce), out.fd)
-        except OSError as err:
-            one.close()
-            # The address is of another network namespace, or no process listens.
-            raise NotShared(f"its socket cannot be reached from here ({err.strerror or err})") from err
-        except NotShared:
-            one.close()
-            raise
         self._tried[link] = one, out
 
     def taken(self, link: str) -> None:
@@ -305,14 +299,11 @@ class Segments:
         if found is None:
             raise NotShared("no process with the right proof came to the socket")
         one, fd = found
-        try:
+        with _closing_unless_shared(one, "our board cannot be sent"):
             into = _Board.given(fd, nonce)
             out = _Board.made(nonce)
             _tell(one, "", out.fd)
-        except (NotShared, OSError) as err:
-            one.close()
-            raise NotShared(str(err)) from err
-        self.peers[link], self._has_new_peer = _Peer(one, out, into), True
+            self.peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def ready(self, link: str, reason: str) -> None:
         """The acceptor has looked at what we sent.
@@ -324,14 +315,11 @@ class Segments:
             NotShared: it does not, or its answer is wrong.
         """
         one, out = self._tried.pop(link)
-        try:
+        with _closing_unless_shared(one, "its board did not come"):
             if reason:
                 raise NotShared(reason)
             into = _Board.given(_hear(one)[1], out.nonce)
-        except (NotShared, OSError) as err:
-            one.close()
-            raise NotShared(str(err)) from err
-        self.peers[link], self._has_new_peer = _Peer(one, out, into), True
+            self.peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def is_open(self, link: str) -> bool:
         """Whether memory is shared with the other side of a link. Threads: any."""
@@ -340,12 +328,9 @@ class Segments:
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._name = b"distrun-%s" % secrets.token_hex(16).encode()
-        try:
+        with _closing_unless_shared(listener, "no abstract Unix socket"):
             listener.bind(b"\0" + self._name)
             listener.listen(_BACKLOG)
-        except OSError as err:
-            listener.close()
-            raise NotShared(f"no abstract Unix socket: {err.strerror or err}") from err
         self._listener = listener
 
     def _accept(self) -> None:
@@ -663,6 +648,20 @@ class Segments:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+@contextlib.contextmanager
+def _closing_unless_shared(one: socket.socket, failure: str) -> Iterator[None]:
+    """Close a socket by which memory cannot be shared.
+
+    Raises:
+        NotShared: why not; of an error of the system, with `failure`.
+    """
+    try:
+        yield
+    except (NotShared, OSError) as err:
+        one.close()
+        raise NotShared(f"{failure}: {err.strerror or err}" if isinstance(err, OSError) else str(err)) from err
 
 
 def _has(peer: _Peer, segment: Segment) -> bool:
