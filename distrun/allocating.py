@@ -39,7 +39,7 @@ HURRY_S = 15.0
 HURRY_WAKE_S = 0.5
 SILENT_S = 60.0
 """An engine that does not answer for so long is told of; it may do so again later."""
-_STOPPED = {"INT": "interrupted", "TERM": "terminated", "HUP": "its terminal has gone", "PIPE": "stdout is closed"}
+_STOPPED = {"INT": "interrupted", "TERM": "terminated", "HUP": "terminal or launch ended", "PIPE": "stdout is closed"}
 
 
 def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob | Outcome:

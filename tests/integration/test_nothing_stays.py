@@ -132,6 +132,8 @@ def test_killing_the_launcher_ends_every_kind_of_task(victim: str, state: str, k
     job.launcher.wait(scaled(LIMIT_S))
     wait_until(lambda: not job.left() and not distrun.left(), LIMIT_S, "nothing is left")
     assert distrun.run("status", distrun.jobs[0].name).stdout.decode().splitlines()[0].split()[1] == state
+    if victim == "client":
+        assert distrun.state()["message"] == "distrun launch was killed or crashed"
     if victim == "coordinator":
         assert "its coordinator (pid %d) was ended by signal SIGKILL" % job.coordinator in job.words
 

@@ -342,14 +342,15 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], missing: s
 
 
 def interrupted(signal: str, time: float) -> Cause:
-    """Return the cause that INT, TERM, HUP or PIPE to the launcher is."""
+    """Return the cause that INT, TERM, HUP or PIPE to the launcher is; empty: its end without one of them."""
     reason, text = {
         "INT": (facts.INTERRUPTED, "interrupted (SIGINT)"),
         "TERM": (facts.TERMINATED, "terminated (SIGTERM)"),
-        "HUP": (facts.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
+        "HUP": (facts.TERMINATED, "terminated (SIGHUP, as when the terminal closes)"),
         "PIPE": (facts.TERMINATED, "stdout is closed (SIGPIPE)"),
+        "": (facts.TERMINATED, "distrun launch was killed or crashed"),
     }[signal]
-    return Cause(reason, facts.exit_code(None, signal), time, text)
+    return Cause(reason, facts.exit_code(None, signal or "HUP"), time, text)
 
 
 def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:

@@ -295,6 +295,8 @@ class JobRun:
             if isinstance(event, agent_messages.StackFound):
                 self._tell_stacks(self._stacks.heard(event))
         found: List[messages.AgentAction] = []
+        if isinstance(event, messages.Interrupt) and event.signal != "INT" and self._service.has_lost_launcher:
+            event = event._replace(signal="")
         if isinstance(event, agent_messages.Output):
             found += self._write(event)
         elif type(event) in _RECORDED:

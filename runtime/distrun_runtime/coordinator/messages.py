@@ -137,7 +137,7 @@ class Tick(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """The launcher was sent a signal: "INT", "TERM" or "HUP"."""
+    """The launcher was sent a signal: "INT", "TERM", "HUP" or "PIPE"; empty: it has ended without telling of one."""
 
     signal: str
     time: float = 0.0

@@ -93,6 +93,8 @@ class Service:
         """Guards all that follows; notified when an answer has come or a client has gone."""
         self._clients: List[Client] = []
         self._launcher: Optional[Client] = None
+        self.has_lost_launcher = False
+        """Whether the launching client has ended before the job without telling of a signal."""
         self._listener: Optional[ControlSocket] = None
         self._state: Mapping[str, Any] = {}
         self._last: Optional[bytes] = None
@@ -502,8 +504,8 @@ class Service:
                 return
             self._launcher = None
             self._changed.notify_all()
-            is_closing = self._is_closing
-        if not is_closing:
+            self.has_lost_launcher = not self._is_closing
+        if self.has_lost_launcher:
             raise_signal("HUP")
 
     def _forget(self, client: Client) -> None:

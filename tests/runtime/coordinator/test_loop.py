@@ -35,6 +35,7 @@ class Notes:
     def __init__(self) -> None:
         self.printed: list[tuple[str, str, bytes, int | None]] = []
         self.said: list[tuple[str, str]] = []
+        self.has_lost_launcher = False
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         self.printed.append((task, stream, data, at))
@@ -307,6 +308,29 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
         if took[-1] < 0.8:
             return
     raise AssertionError("it took %s s" % took)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_lost", "text"),
+    [
+        (signal.SIGHUP, True, "distrun launch was killed or crashed"),
+        (signal.SIGTERM, True, "distrun launch was killed or crashed"),  # under nohup
+        (signal.SIGHUP, False, "terminated (SIGHUP, as when the terminal closes)"),
+        (signal.SIGTERM, False, "terminated (SIGTERM)"),
+    ],
+)
+def test_the_end_of_launch_is_told_from_a_signal(tmp_path: Path, number: int, is_lost: bool, text: str) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        task = agent.work()
+        job.sink.has_lost_launcher = is_lost
+        os.kill(os.getpid(), number)
+        agent.wait("stop")
+        agent.exited(task, None, signal="TERM", stopped=True)
+        agent.leave()
+
+    job = Job(tmp_path, one_worker(), script)
+    outcome = job.run()
+    assert (outcome.message, outcome.exit_code) == (text, 129 if is_lost else 128 + number)
 
 
 def test_ctrl_z_means_nothing_and_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:

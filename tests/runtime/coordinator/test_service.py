@@ -79,8 +79,10 @@ def test_a_signal_of_the_client_is_a_signal_to_the_coordinator(
 
 def test_the_end_of_the_client_hangs_up(pair: tuple[Service, ServiceClient], signals: list[str]) -> None:
     connection, client = pair
+    assert not connection.has_lost_launcher
     client.socket.close()
     assert wait_for(signals) == ["SIGHUP"]
+    assert connection.has_lost_launcher
     connection.say("nobody hears it", "info")
     connection.close()
 

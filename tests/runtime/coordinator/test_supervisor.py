@@ -299,7 +299,7 @@ def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() 
     assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
 
 
-@pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129)])
+@pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129), ("", 129)])
 def test_termination_asks_everything_to_go(signal: str, code: int) -> None:
     history = History(sample_plan()).start().interrupt(signal)
     assert history.stops() == [(("worker-0", "worker-1", "server-0", "scheduler"), TERM)]
