@@ -109,6 +109,10 @@ def _wait(
     for signal in between:  # the engine was asked what the script depends on meanwhile
         run.put(signal)
     run.run()
+    service.closed()
+    for event in run.unheard():
+        if isinstance(event, messages.Interrupt):
+            waiting.handle(event, 0.0)
     return waiting
 
 

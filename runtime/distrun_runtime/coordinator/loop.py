@@ -103,6 +103,10 @@ class HostLoop:
         while not self._decisions.is_over:
             self._turn()
 
+    def unheard(self) -> List[messages.Event]:
+        """Return what was put and not handled, when the decisions are over."""
+        return self._wait(0.0)
+
     def _take_signal(self, name: str) -> None:
         if name in process.TASKS_SIGNALS:
             self.put(TasksSignal("", name))

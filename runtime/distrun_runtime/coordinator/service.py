@@ -172,6 +172,11 @@ class Service:
             if self._metrics_wanted.is_wanted:
                 put(self._metrics_wanted)
 
+    def closed(self) -> None:
+        """That loop has ended: until the next is opened, a client that asks for the end has a signal sent here."""
+        with self._changed:
+            self._put = None
+
     def event(self, value: Mapping[str, Any]) -> None:
         """Send what is a line of events.jsonl to those who want events."""
         with self._changed:
@@ -425,11 +430,13 @@ class Service:
         """Stop the job as if this process had received signals."""
         if "TERM" in names:
             self._on_stop(by)
-        if self._put is None:
+        with self._changed:  # what is put is put before `closed`
+            put = self._put
+            if put is not None:
+                for name in names:
+                    put(Interrupt(name, time.time()))
+        if put is None:
             raise_signal(names[0])
-            return
-        for name in names:
-            self._put(Interrupt(name, time.time()))
 
     def _on_subscribe(self, client: Client, request: control.Subscribe) -> None:
         if client.is_launcher:

@@ -321,7 +321,11 @@ def test_stop_and_kill_are_signals_to_the_jobs_loop(request_: dict[str, Any], si
     assert job.stops == ([by] if "TERM" in signals else [])
 
 
-def test_a_stop_before_the_loop_begins_is_a_signal_to_the_process(job: Job, signals: list[str]) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_stop_while_no_loop_runs_is_a_signal_to_the_process(has_ended: bool, job: Job, signals: list[str]) -> None:
+    if has_ended:
+        job.opened()
+        job.service.closed()
     assert Client(job.path).ask("stop").type == "stop"
     wait_until(lambda: signals == ["SIGTERM"], 20)
 

@@ -18,7 +18,7 @@ from slowness import scaled
 
 from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import jobrun, logs, messages
+from distrun_runtime.coordinator import jobrun, logs, loop, messages
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -308,6 +308,23 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
         if took[-1] < 0.8:
             return
     raise AssertionError("it took %s s" % took)
+
+
+def test_what_comes_when_the_decisions_are_over_is_left_to_the_caller() -> None:
+    class Over:
+        is_over = True
+
+        def wake_s(self) -> float:
+            return 1.0
+
+        def handle(self, event: messages.Event, now: float) -> list[messages.AgentAction]:
+            assert isinstance(event, messages.Tick)
+            return []
+
+    run, late = loop.HostLoop(Over(), ()), messages.Interrupt("TERM", 1.0)
+    run.put(late)
+    run.run()
+    assert (run.unheard(), run.unheard()) == ([late], [])
 
 
 @pytest.mark.parametrize(
