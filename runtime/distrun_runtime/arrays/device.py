@@ -242,23 +242,23 @@ class CpuDevice:
                 array[...] = dtypes.narrow(np.multiply(wide, number), array.dtype)
 
 
+# An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
+@np.errstate(over="ignore", invalid="ignore")
 def _sum(parts: Sequence[Array], out: Array) -> None:
     if len(parts) == 1 and parts[0] is out:
         return
     dtype = out.dtype
     is_plain = dtype == parts[0].dtype == parts[-1].dtype == dtypes.work_dtype(dtype)
     is_plain = is_plain and (len(parts) < 3 or all(part.dtype == dtype for part in parts))
-    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if is_plain and len(parts) == 1:
-            out[...] = parts[0]
-        elif is_plain and len(parts) == 2:
-            np.add(parts[0], parts[1], out)
-        else:
-            add = _add if is_plain else _add_wide
-            for begin in range(0, len(out), CHUNK):
-                run = slice(begin, begin + CHUNK)
-                add([part[run] for part in parts], out[run])
+    if is_plain and len(parts) == 1:
+        out[...] = parts[0]
+    elif is_plain and len(parts) == 2:
+        np.add(parts[0], parts[1], out)
+    else:
+        add = _add if is_plain else _add_wide
+        for begin in range(0, len(out), CHUNK):
+            run = slice(begin, begin + CHUNK)
+            add([part[run] for part in parts], out[run])
 
 
 def _add(parts: Sequence[Array], out: Array) -> None:

@@ -116,6 +116,15 @@ class Asked(NamedTuple):
 class CallUnderWay:
     """Messages that a thread of the script sends by itself. The node's thread goes on with them if they are left."""
 
+    begun = 0
+    """How many were sent, or are being sent."""
+    as_request: Callable[[], Asked]
+    """What is asked if they are left, and who is told of the request."""
+    tell: Callable[[NodeRequest], object]
+    ask: Ask | None = None
+    is_done = False
+    """All answers were taken."""
+
     def __init__(self, sends: PlannedSends, links: tuple[str, ...], first: int) -> None:
         self.sends = sends
         self.links = links
@@ -124,14 +133,6 @@ class CallUnderWay:
         """Of shared memory that was read when the answers are here."""
         self.first = first
         """Number of the first message."""
-        self.begun = 0
-        """How many were sent, or are being sent."""
-        self.as_request: Callable[[], Asked]
-        """What is asked if they are left, and who is told of the request."""
-        self.tell: Callable[[NodeRequest], object]
-        self.ask: Ask | None = None
-        self.is_done = False
-        """All answers were taken."""
 
 
 class NodeSession:

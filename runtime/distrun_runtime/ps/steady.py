@@ -144,6 +144,7 @@ class _KeptMessage(NamedTuple):
     """A known message of a round that is open (`server.UndecidedMessage`)."""
 
     steps: _Steps
+    head: bytes
     frames: Sequence[Buffer]
     number: int
     """The round."""
@@ -155,11 +156,6 @@ class _KeptMessage(NamedTuple):
         actions = accept(steps.link, steps.rank, steps.batch_of(self.head, self.number, self.frames[2:]))
         return actions[:-1] if steps.kind is Kind.PUSH else actions  # the last one is the answer
 
-    @property
-    def head(self) -> bytes:
-        """What it begins with."""
-        return bytes(self.frames[0])
-
 
 class Steady:
     """Does at once what messages ask for that a server knows. Threads: the loop's, while the engine is not busy."""
@@ -168,6 +164,7 @@ class Steady:
         self._server = server
         self._engine = engine
         self._counters = counters
+        self._values = engine.values
         self._kept = cast("dict[int, _KeptMessage]", server.kept)
         self._count = 0
         """How many messages were kept so far."""
@@ -182,7 +179,7 @@ class Steady:
         if is_on_gpu or len(frames) < 2 or len(frames[1]):  # known messages have no body
             return None
         head = bytes(frames[0])
-        values = self._engine.values.get(int.from_bytes(head[_STORE], "little"))
+        values = self._values.get(int.from_bytes(head[_STORE], "little"))
         if values is None or values.device.is_gpu:
             return None
         fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
@@ -207,7 +204,7 @@ class Steady:
             steps.lags = None if steps.kind is Kind.PULL else self._server.lags_of(steps.batch)
         subset = steps.subset
         progress = subset.progress
-        message = _KeptMessage(steps, frames, number, now)
+        message = _KeptMessage(steps, head, frames, number, now)
         is_its_own = bool(progress.kept) or subset.has(values.store.progress, progress.number)
         if not (is_its_own and progress.version == steps.version):
             if self._kept and (others := self._keeping(subset, values)):
@@ -323,7 +320,7 @@ class Steady:
 
     def _push(self, values: Values, message: _KeptMessage) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        steps, frames, number, now = message
+        steps, head, frames, number, now = message
         subset = steps.subset
         progress, row = subset.progress, steps.row
         if number != progress.done + 1 or row in progress.came:
@@ -334,7 +331,7 @@ class Steady:
             return None
         told: Actions = []
         if steps.kind is Kind.PUSH:
-            told = [role.SendFrames(steps.link, [steps.answer[0] + message.head[_REQUEST] + bytes(12), b""])]
+            told = [role.SendFrames(steps.link, [steps.answer[0] + head[_REQUEST] + bytes(12), b""])]
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
         progress.version = -1  # until all is done
@@ -359,12 +356,12 @@ class Steady:
         over = [*map(self._kept.pop, progress.kept), last]
         progress.begin_round(values)
         progress.version = self._server.version
-        pulls = [each for each in over if each.steps.kind is not Kind.PUSH]
+        answers = [self._answer(values, each, progress.side) for each in over if each.steps.kind is not Kind.PUSH]
         counters.bytes_in += subset.size
         counters.pushes += len(store.last)
-        counters.pulls += len(pulls)
+        counters.pulls += len(answers)
         counters.updates += len(subset.shards)
-        return [self._answer(values, each, progress.side) for each in pulls]
+        return answers
 
     def _pull(self, values: Values, message: _KeptMessage) -> Actions | None:
         """Answer a pull of the worker's last round, or keep it with the round that is open."""
@@ -404,7 +401,7 @@ class Steady:
         return self._kept_bytes <= KEPT_BYTES
 
     def _answer(self, values: Values, message: _KeptMessage, side: int) -> role.Action:
-        steps, head, number = message.steps, message.head, message.number
+        steps, head, _, number, _ = message
         try:
             made = steps.answer_to(head, number, values, side)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
