@@ -452,6 +452,8 @@ class _JobFollower:
                 outcome = failures.from_json(told.header["outcome"])
             assert outcome is not None
             value = self._job.folder.outcome_json(outcome)
+            if self.state["state"] in facts.GOING:  # the coordinator may end before it answers for the last state
+                self._tell(failures.ended(self.state, value, rfc3339(time.time())))
         elif told is not None:
             self.has_failed = True
             error = {"message": told.header["message"], "hint": told.header["hint"]}

@@ -124,6 +124,13 @@ def last_state(reason: str) -> str:
     return facts.KILLED if reason in (facts.INTERRUPTED, facts.TERMINATED) else facts.FAILED
 
 
+def ended(state: Mapping[str, Any], outcome: Mapping[str, Any], finished: str) -> Dict[str, Any]:
+    """Return the members of state.json of a job whose outcome.json has the members of `outcome`."""
+    known = {name: outcome[name] for name in ("exit_code", "reason", "message")}
+    known.update(state=last_state(outcome["reason"]), finished=finished, tasks=outcome["tasks"] or state["tasks"])
+    return {**state, **known}
+
+
 def from_json(value: Mapping[str, Any]) -> Outcome:
     """Return the outcome that outcome.json holds, or a coordinator tells by the same members.
 

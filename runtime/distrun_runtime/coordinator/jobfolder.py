@@ -493,20 +493,14 @@ class JobFolder:
 
     def _take_outcome(self, state: Dict[str, Any]) -> bool:
         """Bring a state up to date with outcome.json; return whether there is one that can be read."""
-        from distrun_runtime.coordinator.failures import last_state
+        from distrun_runtime.coordinator.failures import ended
 
-        try:
+        found = None
+        with contextlib.suppress(JobStoreError):
             found = self.outcome()
-        except JobStoreError:
-            return False
-        if found is None:
-            return False
-        finished = rfc3339(os.stat(str(self.path / "outcome.json")).st_mtime)
-        state.update({name: found[name] for name in ("message", "exit_code", "reason")})
-        state.update(state=last_state(found["reason"]), finished=finished)
-        if found["tasks"]:
-            state["tasks"] = found["tasks"]
-        return True
+        if found is not None:
+            state.update(ended(state, found, rfc3339(os.stat(str(self.path / "outcome.json")).st_mtime)))
+        return found is not None
 
     def outcome(self) -> Optional[Dict[str, Any]]:
         """Read outcome.json; None while the job is not over. Raises JobStoreError."""

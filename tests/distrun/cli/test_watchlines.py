@@ -85,9 +85,26 @@ def test_changes_are_told_once_each_and_the_end_has_the_outcome(folder: JobFolde
     told = [(line["type"], *(name for name in ("state", "metrics", "event") if name in line)) for line in lines[1:-1]]
     assert ("update", "metrics") in told
     assert ("update", "event") in told
-    assert told.count(("update", "state")) == 1, "a state that is as before is not told"
-    assert [line["state"]["state"] for line in lines if "state" in line] == ["running", "stopping"]
+    assert told.count(("update", "state")) == 2, "a state that is as before is not told"
+    assert [line["state"]["state"] for line in lines if "state" in line] == ["running", "stopping", "succeeded"]
     assert lines[-1]["outcome"]["exit_code"] == 0
+
+
+def test_the_last_state_is_told_if_the_coordinator_ends_before_it_answers_for_it(
+    folder: JobFolder, watched: Watched
+) -> None:
+    last = TaskResult("worker-0", "worker", 0, "d1", "exited", 7, 0, started=1e9)
+    outcome = folder.outcome_json(Outcome(0, "succeeded", "all well", tasks=(last,)))
+
+    def answers(kind: str) -> list[bytes]:
+        finished = {"version": 1, "time": "2026-01-31T12:00:00.000Z", "event": "finished"}
+        return [frame("event", event=finished), frame("outcome", outcome=outcome)] if kind == "subscribe" else []
+
+    lines = watched(answers)
+    state = lines[-2]["state"]
+    assert (state["state"], state["exit_code"], state["reason"]) == ("succeeded", 0, "succeeded")
+    assert (state["message"], state["finished"] is None) == ("all well", False)
+    assert [(task["state"], task["code"]) for task in state["tasks"]] == [("exited", 0)]
 
 
 def test_what_the_coordinator_left_out_is_a_gap_and_then_the_whole_state(folder: JobFolder, watched: Watched) -> None:
