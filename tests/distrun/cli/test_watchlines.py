@@ -121,14 +121,15 @@ def test_what_the_coordinator_left_out_is_a_gap_and_then_the_whole_state(folder:
 
 
 def test_a_connection_that_was_cut_is_a_gap_and_the_watch_goes_on(folder: JobFolder, watched: Watched) -> None:
-    number = itertools.count()
+    connections = itertools.count()  # those of the watch: the snapshot's does not ask for the state
 
     def answers(kind: str) -> list[bytes]:
-        if kind == "state":
-            return [frame("state", state=state(folder, "running")), ended(folder)]
-        if kind != "subscribe":
+        if kind == "subscribe":
+            return [frame("metrics", metrics=METRICS)]
+        if kind != "state":
             return []
-        return [b"\xff" * 8] if next(number) < 2 else []  # no frame; the first one is the snapshot's
+        is_cut = next(connections) == 0
+        return [frame("state", state=state(folder, "running")), b"\xff" * 8 if is_cut else ended(folder)]
 
     lines = watched(answers)
     gaps = [line for line in lines if line["type"] == "gap"]
