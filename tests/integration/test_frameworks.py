@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from lab import Done, Site
 from peers import python_of
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150.0
@@ -67,7 +68,7 @@ def launch_here(page: Page, folder: Path, program: str = "", code: int = 0) -> s
     (folder / page.script).write_text(program or page.program, "utf-8")
     assert page.here[:2] == ["distrun", "launch"]
     assert page.here[-2:] == ["python", page.script]
-    argv = [sys.executable, "-m", "distrun", "launch", "--no-prefix", "--timeout", "120", *page.here[2:-2]]
+    argv = [sys.executable, "-m", "distrun", "launch", "--no-prefix", "--timeout", "%g" % scaled(120), *page.here[2:-2]]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     env["XDG_STATE_HOME"] = str(folder / "state")
     argv += [python_of("frameworks"), page.script]
@@ -92,7 +93,7 @@ def launch_on_hosts(lab: Site, page: Page, words: list[str]) -> Done:
     try:
         # The hosts share one machine's processors, where threads that spin while they wait take them from each other.
         env = {"OMP_WAIT_POLICY": "passive"}
-        done = lab.distrun(words[1], "--timeout", "120", *words[2:], env=env, timeout_s=LIMIT_S)
+        done = lab.distrun(words[1], "--timeout", "%g" % scaled(120), *words[2:], env=env, timeout_s=LIMIT_S)
     finally:
         lab.distrun("exec", "-H", hosts, "rm -f ~/venv")
     assert done.code == 0, done.out + done.err

@@ -14,6 +14,7 @@ import pytest
 from distrun_cli import Distrun, wait_until
 from lab import Done, Site
 from peers import python_of
+from slowness import scaled
 
 from distrun.cli import cli
 
@@ -111,7 +112,7 @@ def run_on_hosts(lab: Site, command: str, code: int = 0) -> Done:
     """Run a launch command of a page in a folder with its files."""
     verb, *words = shlex.split(command)
     copies = [] if {"-f", "--sync-dst-dir"} & {*words} else ["--sync-dst-dir", "~/job"]
-    done = lab.distrun(verb, "--timeout", "120", *copies, *words, timeout_s=LIMIT_S)
+    done = lab.distrun(verb, "--timeout", "%g" % scaled(120), *copies, *words, timeout_s=LIMIT_S)
     assert done.code == code, command + "\n" + done.out + done.err
     return done
 

@@ -10,6 +10,7 @@ import pytest
 from hostlab.layout import address
 from lab import Done, Site
 from peers import python_of
+from slowness import scaled
 
 LIMIT_S = 120.0
 
@@ -53,7 +54,7 @@ dist.destroy_process_group()
 def run(lab: Site, text: str, *words: str, env: dict[str, str] | None = None) -> Done:
     """Run a script as a job on two hosts, which get it by --sync-dst-dir."""
     (lab.work / "train.py").write_text(text)
-    options = ("-H", lab.hosts_file("h1", "h2"), "--sync-dst-dir", "/tmp/peers", "--timeout", "100")
+    options = ("-H", lab.hosts_file("h1", "h2"), "--sync-dst-dir", "/tmp/peers", "--timeout", "%g" % scaled(100))
     env = {"OMP_NUM_THREADS": "1", **(env or {})}
     return lab.distrun("launch", *options, *words, "train.py", env=env, timeout_s=LIMIT_S)
 
