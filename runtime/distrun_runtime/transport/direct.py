@@ -598,6 +598,8 @@ class DirectTransport:
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
         """Wait for news of descriptors. Another thread may have the turn meanwhile; what it has taken in is no news."""
         if self._turn is None:
+            if wait_s > 0:
+                os.sched_yield()  # who was answered just now may need this core, and ask for more before this sleeps
             return self._epoll.poll(wait_s)
         self._turn.lock.release()
         news = []
