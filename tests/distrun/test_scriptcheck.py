@@ -241,7 +241,7 @@ def test_a_script_that_only_hosts_have_runs_if_the_copy_leaves_it_there(lab: Sit
     (lab.work / "sub" / "host.py").write_text("print('here')\n")
     done = lab.distrun(*words, "--sync-exclude", "host.py", *script)
     assert (done.code, done.out) == (0, "there\nthere\n"), done.err
-    done = lab.distrun(*words[:-2], "/tmp/new", "--sync-exclude", "host.py", *script)
+    done = lab.distrun(*words[:-2], "/tmp/own", "--sync-exclude", "host.py", *script)
     assert done.code == 2
-    assert "h1, h2  script  there is no sub/host.py in /tmp/new on HOST, and the files that are copied have" in done.err
+    assert "h1, h2  script  there is no sub/host.py in /tmp/own on HOST, and the files that are copied have" in done.err
     assert lab.distrun(*words, *script).out == "here\nhere\n"

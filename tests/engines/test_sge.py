@@ -223,10 +223,10 @@ def test_an_announced_suspension_ends_nothing(pe: str, lab: SgeSite) -> None:
     try:
         running = lab.begin_launch(*SHORT, "-n", "3", STAY, pe=pe, env=env)
         up(running, 3)
-        lab.ask("qmod", "-sj", lab.job())
-        wait_until(lambda: all(stopped()), 60, "the job is suspended")
-        lab.ask("qmod", "-usj", lab.job())
-        wait_until(lambda: not any(stopped()), 60, "the job goes on")
+        told = lab.ask("qmod", "-sj", lab.job())
+        wait_until(lambda: (found := stopped()) and all(found), 60, "the job is suspended, of which qmod says: " + told)
+        told = lab.ask("qmod", "-usj", lab.job())
+        wait_until(lambda: (found := stopped()) and not any(found), 60, "the job goes on, of which qmod says: " + told)
     finally:
         lab.change_queue(notify="00:00:60")
     running.signal(signal.SIGINT)

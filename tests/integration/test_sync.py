@@ -68,8 +68,8 @@ def test_a_disk_that_gets_full_leaves_the_tree_of_before(lab: Site) -> None:
     assert on_host(lab, "h2", "/tmp/full") == {"train.py": "22"}
     # An empty folder is known to be too small before anything is sent.
     noise(lab.work / "data", 12 * MIB)
-    err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", "/tmp/new"), 4)
-    assert "too little room in /tmp/new: " in err
+    err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", "/tmp/small"), 4)
+    assert "too little room in /tmp/small: " in err
     assert "free, 12 MiB needed" in err
 
 
