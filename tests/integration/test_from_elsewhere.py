@@ -163,7 +163,7 @@ def test_a_rank_that_fails_is_shown_as_the_ddp_page_says(distrun: Distrun) -> No
     shown = shown.replace("worker-5", "worker-1").replace("rank5", "rank1")
     shown = shown.replace("line 31", "line %d" % (fails.partition("raise")[0].count("\n") + 1))
     said = re.sub(r"of them: .*/jobs/", "of them: ~/.local/state/distrun/jobs/", err)
-    assert code == 1
+    assert code == 1, err
     assert shown in re.sub(r'File ".*/train_ddp', 'File "~/job/train_ddp', said)
 
 
