@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from peers import python_of
 from scriptjobs import cases_of, outcomes_of, run_script
+from slowness import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "torch_optimizer_program.py"
@@ -23,7 +24,8 @@ NAMES = re.findall(r"^def (\w+)\(way: Way", PROGRAM.read_text("utf-8"), re.MULTI
 @functools.cache
 def outcomes(workers: int, folder: Path) -> dict[str, str]:
     command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", "1", "--no-prefix"]
-    command += ["--launcher", "local", "--run-dir", str(folder), "--env", "OMP_NUM_THREADS=1", "--timeout", "240"]
+    command += ["--launcher", "local", "--run-dir", str(folder), "--env", "OMP_NUM_THREADS=1"]
+    command += ["--timeout", "%g" % scaled(240)]
     done = subprocess.run([*command, python_of("torch"), str(PROGRAM)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
