@@ -431,12 +431,11 @@ class Service:
         if "TERM" in names:
             self._on_stop(by)
         with self._changed:  # what is put is put before `closed`
-            put = self._put
-            if put is not None:
+            if self._put is not None:
                 for name in names:
-                    put(Interrupt(name, time.time()))
-        if put is None:
-            raise_signal(names[0])
+                    self._put(Interrupt(name, time.time()))
+                return
+        raise_signal(names[0])
 
     def _on_subscribe(self, client: Client, request: control.Subscribe) -> None:
         if client.is_launcher:

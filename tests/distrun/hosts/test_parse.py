@@ -28,7 +28,7 @@ def errors(text: str, form: str = "auto", files: dict[str, str] | None = None) -
         parse(text, form, files)
     assert caught.value.exit_code == 2
     lines = str(caught.value).splitlines()
-    heads = [line for line in lines if re.match(r"[^ ]+: [EW]\d+: ", line)]
+    heads = [line for line in lines if re.match(r"[^ ]+(:[1-9]\d*:[1-9]\d*: [EW]\d+|: E101): ", line)]
     assert caught.value.count == len(heads)
     return heads
 

@@ -136,7 +136,7 @@ def test_any_text_is_an_inventory_or_an_error_with_a_code(text: str, form: str, 
     if isinstance(found, Inventory):
         assert set(found.order) == set(found.names)
     else:
-        assert re.match(r"[^\n]*(?<!:0:0): E1\d\d: ", str(found))
+        assert re.match(r"[^\n]*(:[1-9]\d*:[1-9]\d*: E1\d\d|(?<!:0:0): E101): ", str(found))
         str(found).encode()
 
 
