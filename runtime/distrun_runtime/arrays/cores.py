@@ -40,8 +40,8 @@ UNIT = 1 << 12
 """Elements: pieces are multiples, so that no two threads write one line of the cache or one page."""
 READ_AROUND = 16
 """Linux maps so many pages that exist around one that is read (fault_around_bytes, default: 64 KiB)."""
-LONG_BYTES = 1024 * 1024
-"""Work on so many bytes takes longer than to ask the kernel for another thread."""
+LONG_BYTES = 2 * 1024 * 1024
+"""Before work on so many bytes others may run."""
 LIMIT_S = 600.0
 """How long pieces may take that other threads have begun."""
 

@@ -78,6 +78,10 @@ CHECK_S = 1.0
 """How often these limits are checked."""
 FIRST_LOOK_S, LOOK_S = 20e-6, 1e-3
 """How long, at least and at most, a thread looks for an answer before it sleeps."""
+AWAY_S, KEPT_S = 20e-6, 30e-6
+"""Who had a thread's core for so long while that looked needs it; for so long the thread may have kept it."""
+SHARED_WAITS, SLEPT_WAITS = 8, 16
+"""After so many waits in a row in which it kept its core from others, a thread sleeps at once in the next ones."""
 
 CHUNK_BYTES = 96 * 1024
 """So much is read at once: small values with their heads, and less than what malloc asks the kernel for each time."""
@@ -348,18 +352,46 @@ class Looking:
     To wake a thread takes longer than a small value does. A thread looks longer after a wait that `LOOK_S` covers, and
     less long after others: where most waits are long, looking costs nothing.
 
+    A thread that looks lets others have its core (`sched_yield`). But where the kernel shares cores among sessions
+    (autogroups, see sched(7)), and each task is one, they get it only when the thread has had its share. One that keeps
+    its core so from whom it waits for sleeps at once in the next waits. Then it tries again: threads that sleep may
+    come to share a core for no reason. After a long wait it may be on another one.
+
     Arguments:
         cores: what this process may use of the host.
         workers: how many may be on the host. If they are more, they do not look: others need the cores.
     """
 
     def __init__(self, cores: float, workers: int) -> None:
-        self._most_s, self.time_s = LOOK_S if workers <= cores else 0.0, 0.0
+        self._most_s, self._time_s = LOOK_S if workers <= cores else 0.0, 0.0
+        self._shared = 0
+        """Waits in a row in which it kept its core from others."""
+        self._slept = 0
+        """Waits that are still to be slept through for that."""
 
-    def learn(self, waited_s: float) -> None:
-        """Take in how long a wait was."""
-        time_s = max(self.time_s * 2, FIRST_LOOK_S) if waited_s <= self._most_s else self.time_s / 2
-        self.time_s = min(time_s, self._most_s) if time_s >= FIRST_LOOK_S else 0.0
+    @property
+    def time_s(self) -> float:
+        """How long to look in the next wait."""
+        return 0.0 if self._slept else self._time_s
+
+    def learn(self, waited_s: float, worked_s: float = 0.0, away_s: float = 0.0) -> None:
+        """Take in how long a wait was, and for how long of the looking this thread and others had its core."""
+        is_short = waited_s <= self._most_s
+        time_s = max(self._time_s * 2, FIRST_LOOK_S) if is_short else self._time_s / 2
+        self._time_s = min(time_s, self._most_s) if time_s >= FIRST_LOOK_S else 0.0
+        if not is_short:
+            self.forget_core()
+        elif self._slept:
+            self._slept -= 1
+        elif away_s < AWAY_S or worked_s < KEPT_S:
+            self._shared = 0
+        else:
+            self._shared = min(self._shared + 1, SHARED_WAITS)
+            self._slept = SLEPT_WAITS * (self._shared == SHARED_WAITS)
+
+    def forget_core(self) -> None:
+        """The thread has slept for long, and may be on another core now."""
+        self._shared = self._slept = 0
 
 
 class TurnLock:
@@ -407,14 +439,21 @@ class TurnLock:
             looks: as for `DirectTransport.wait`.
         """
         owner, self.is_waiting, news = self.owner, True, list[tuple[int, int]]()
+        looking, worked_s, away_s = self._looking, 0.0, 0.0
         try:
-            end = (begin := time.monotonic()) + min(self._looking.time_s, timeout_s)
-            while looks and not news and time.monotonic() < end:
-                os.sched_yield()  # The process that is to answer may need this core.
-                news = poller.poll(0)
+            end = (begin := time.monotonic()) + min(looking.time_s, timeout_s)
+            if looks and begin < end:
+                before_s = time.thread_time()
+                while not news and time.monotonic() < end:
+                    os.sched_yield()  # The process that is to answer may need this core.
+                    news = poller.poll(0)
+                worked_s = time.thread_time() - before_s
+                away_s = time.monotonic() - begin - worked_s
             news = news or poller.poll(timeout_s * 1000)
             if looks:
-                self._looking.learn(time.monotonic() - begin)
+                looking.learn(time.monotonic() - begin, worked_s, away_s)
+            else:
+                looking.forget_core()
         finally:
             self.is_waiting = False
             if self.owner != owner:

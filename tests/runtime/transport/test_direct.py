@@ -40,7 +40,17 @@ from transports import (
 
 from distrun_runtime.transport import direct
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, PathChosen, Released, Stranger, Up
-from distrun_runtime.transport.direct import FIRST_LOOK_S, LOOK_S, DirectTransport, Looking, TurnLock
+from distrun_runtime.transport.direct import (
+    AWAY_S,
+    FIRST_LOOK_S,
+    KEPT_S,
+    LOOK_S,
+    SHARED_WAITS,
+    SLEPT_WAITS,
+    DirectTransport,
+    Looking,
+    TurnLock,
+)
 from distrun_runtime.transport.host_segments import is_shared
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -789,12 +799,60 @@ def test_workers_that_are_more_than_the_cores_never_look(cores: float, workers: 
     assert (looks_after(*[1e-6] * 50, cores=cores, workers=workers) > 0) == looks
 
 
+Wait = tuple[float, float, float]
+"""How long, and for how long of the looking the thread and others had the core."""
+SHARED: Wait = SHORT_S, KEPT_S, AWAY_S
+ALONE: Wait = SHORT_S, SHORT_S, 0.0
+GIVEN_AWAY: Wait = SHORT_S, KEPT_S / 2, AWAY_S
+"""Others had the core at once."""
+
+
+def looks_in_each(*waits: Wait) -> list[bool]:
+    """Return in which of these waits a thread looks that has had only short ones before, and whether in the next."""
+    looking, found = Looking(2, 2), list[bool]()
+    for _ in range(50):
+        looking.learn(*ALONE)
+    for each in waits:
+        found.append(looking.time_s > 0)
+        looking.learn(*each)
+    return [*found, looking.time_s > 0]
+
+
+def test_a_thread_that_keeps_its_core_from_others_sleeps_at_once_for_some_waits_and_tries_again() -> None:
+    shared = looks_in_each(*[SHARED] * (SHARED_WAITS + SLEPT_WAITS + 1))
+    assert shared == [True] * SHARED_WAITS + [False] * SLEPT_WAITS + [True, False]
+
+
+@pytest.mark.parametrize("other", [ALONE, GIVEN_AWAY])
+def test_a_thread_that_keeps_its_core_from_nobody_goes_on_looking(other: Wait) -> None:
+    waits = [SHARED] * (SHARED_WAITS + SLEPT_WAITS) + [other] + [SHARED] * (SHARED_WAITS - 1)
+    assert all(looks_in_each(*waits)[SHARED_WAITS + SLEPT_WAITS :])
+    assert all(looks_in_each(*([SHARED] * (SHARED_WAITS - 1) + [other]) * 5))
+
+
+def test_after_a_long_wait_a_thread_may_be_on_another_core_and_looks_again() -> None:
+    *_, slept, again = looks_in_each(*[SHARED] * (SHARED_WAITS + 3), (LONG_S, 0.0, 0.0))
+    assert (slept, again) == (False, True)
+
+
 class _Looks(Looking):
     """Looks for so long that a test ends before."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
-        self.time_s = 10 * DEADLINE_S
+        self._time_s = 10 * DEADLINE_S
+        self.learnt: list[Wait] = []
+        self.forgotten = 0
+
+    def learn(self, waited_s: float, worked_s: float = 0.0, away_s: float = 0.0) -> None:
+        """Note it."""
+        super().learn(waited_s, worked_s, away_s)
+        self.learnt.append((waited_s, worked_s, away_s))
+
+    def forget_core(self) -> None:
+        """Note it."""
+        super().forget_core()
+        self.forgotten += 1
 
 
 @pytest.fixture
@@ -829,6 +887,31 @@ def test_a_thread_does_not_look_for_the_answer_to_a_large_call_nor_learn_from_it
     assert one.opener.wait(DEADLINE_S, looks=False)
     assert one.opener.inbox("server-0") == [[b"answer", b""]]
     assert turn._looking.time_s == 10 * DEADLINE_S
+    assert isinstance(turn._looking, _Looks)
+    assert turn._looking.forgotten == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to a core")
+def test_a_thread_that_looks_learns_for_how_long_it_and_another_process_had_its_core(
+    looks: tuple[Pair, TurnLock],
+) -> None:
+    one, turn = looks
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    work = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(work, stdout=subprocess.PIPE) as busy:  # on the same core
+        try:
+            assert busy.stdout is not None
+            assert busy.stdout.read(1)
+            assert not one.opener.wait(0.2)
+        finally:
+            busy.kill()
+            os.sched_setaffinity(0, before)
+    assert isinstance(turn._looking, _Looks)
+    [(waited_s, worked_s, away_s)] = turn._looking.learnt
+    assert worked_s >= KEPT_S
+    assert away_s >= AWAY_S
+    assert worked_s + away_s <= waited_s
 
 
 def test_a_thread_that_looks_ends_at_the_deadline(looks: tuple[Pair, TurnLock]) -> None:
