@@ -78,10 +78,12 @@ CHECK_S = 1.0
 """How often these limits are checked."""
 FIRST_LOOK_S, LOOK_S = 20e-6, 1e-3
 """How long, at least and at most, a thread looks for an answer before it sleeps."""
-AWAY_S, KEPT_S = 20e-6, 30e-6
-"""Who had a thread's core for so long while that looked needs it; for so long the thread may have kept it."""
+AWAY_S = 20e-6
+"""If others had a thread's core for so long while it looked, they needed it."""
+KEPT_S = 30e-6
+"""For so long a thread may keep its core from them."""
 SHARED_WAITS, SLEPT_WAITS = 8, 16
-"""After so many waits in a row in which it kept its core from others, a thread sleeps at once in the next ones."""
+"""Waits in a row in which it keeps it for longer, before it sleeps at once; and how many it then sleeps through."""
 
 CHUNK_BYTES = 96 * 1024
 """So much is read at once: small values with their heads, and less than what malloc asks the kernel for each time."""
@@ -354,8 +356,8 @@ class Looking:
 
     A thread that looks lets others have its core (`sched_yield`). But where the kernel shares cores among sessions
     (autogroups, see sched(7)), and each task is one, they get it only when the thread has had its share. One that keeps
-    its core so from whom it waits for sleeps at once in the next waits. Then it tries again: threads that sleep may
-    come to share a core for no reason. After a long wait it may be on another one.
+    its core so from whom it waits for sleeps at once in the next waits. Then it looks again: who sleeps may be woken
+    on a core that is in use while another is idle. After a long wait it may be on another core, too.
 
     Arguments:
         cores: what this process may use of the host.
