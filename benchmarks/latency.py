@@ -102,7 +102,7 @@ class System:
 def systems(peers: Path, on_hosts: bool) -> list[System]:
     """Return ours and those whose environment is there; say which are left out."""
     own, torch, mxnet = sys.executable, str(peers / "torch/bin/python"), str(peers / "mxnet/bin/python")
-    rounds, least, one_key = "latency_round.py", "small_round.py", "[0-9]+"
+    rounds, least, one_key, each_key = "latency_round.py", "small_round.py", "[0-9]+", "[0-9]+|.*:each"
     known = [
         System(OURS, own, (rounds, OURS), serves=True),
         System(GLOO, torch, (rounds, GLOO)),
@@ -112,7 +112,7 @@ def systems(peers: Path, on_hosts: bool) -> list[System]:
         System("sketch-tcp", own, (least, "tcp"), ranks=3, codes=one_key),
     ]
     if not on_hosts:
-        known.append(System("sketch", own, (least, "unix"), ranks=0, codes=one_key))
+        known.append(System("sketch", own, (least, "unix"), ranks=0, codes=each_key))
         known.append(System("sketch-threads", own, (least, "threads"), ranks=0, codes=one_key))
     for system in known:
         if not os.access(system.python, os.X_OK):
@@ -236,7 +236,8 @@ LOCAL = """\
 Limits, not peers: `pyzmq` is a message there and back between two processes over TCP. A `sketch` is two workers and a
 server in a few lines of Python: they send a head and a value, add, and have no names, rounds, deaths or credentials
 (`benchmarks/peers/small_round.py`). Heads and small values go over Unix sockets, larger values through shared memory;
-`sketch-threads`: a worker hands each call to its second thread; `sketch-tcp`: all goes over TCP."""
+the server keeps no value. `sketch-threads`: a worker hands each call to its second thread; `sketch-tcp`: all goes over
+TCP."""
 LAB = """\
 The hosts are those of `scripts/lab`: network namespaces of one machine with virtual cables, so all processes share its
 cores. The server and a worker are on one host, the other worker on the other. Limits, not peers: `pyzmq` is a message

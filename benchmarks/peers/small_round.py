@@ -1,4 +1,4 @@
-"""The least that a small round through a server costs in Python: FORM BYTES=ROUNDS...
+"""The least that a small round through a server costs in Python: FORM WORK=ROUNDS...
 
 Two workers and a server: three processes that send a head of 64 bytes, without names, rounds, deaths or credentials.
 FORM is one of:
@@ -8,12 +8,14 @@ FORM is one of:
     tcp        heads and values over TCP connections. Ranks 0 and 1 of a job of three are the workers, rank 2 the server
     ping-pong  a message there and back between ranks 0 and 1, by pyzmq over TCP: no server and no sum
 
-Each worker prints a JSON line for each work: its seconds of each round. These are limits, not peers.
+WORK is the bytes of one key, or `SHAPES:each` with SHAPES of `shapes.named`: all keys, one after the other (not with
+ping-pong). Each worker prints a JSON line for each work: its seconds of each round. These are limits, not peers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import selectors
@@ -25,6 +27,7 @@ import time
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
+import shapes
 from report import sent, summed
 
 HEAD = struct.Struct("<4sIIIQQ32x")
@@ -37,8 +40,8 @@ WORKERS = 2
 DEADLINE_S = 60.0
 """Of everything that is received."""
 
-Works = List[Tuple[int, int]]
-"""Bytes and rounds of each work."""
+Works = List[Tuple[str, List[int], int]]
+"""Name of each work, bytes of its keys, and rounds."""
 Call = Callable[[np.ndarray, np.ndarray, int], None]
 """Sends a gradient in a round, and receives the sum."""
 
@@ -105,22 +108,26 @@ def handed_over(call: Call) -> Call:
 
 def work(call: Call, rank: int, works: Works) -> None:
     """Run the rounds of each work, check every sum, and print the report."""
-    for size, rounds in works:
-        gradient, result = np.empty(size // 4, np.float32), np.empty(size // 4, np.float32)
+    for name, sizes, rounds in works:
+        gradients = [np.empty(size // 4, np.float32) for size in sizes]
+        results = [np.empty(size // 4, np.float32) for size in sizes]
         times: List[float] = []
         for number in range(1, rounds + WARM_UP + 1):
-            gradient.fill(sent(0, rank, number))
+            for key, gradient in enumerate(gradients):
+                gradient.fill(sent(key, rank, number))
             begin = time.perf_counter()
-            call(gradient, result, number)
+            for gradient, result in zip(gradients, results, strict=True):
+                call(gradient, result, number)
             times.append(time.perf_counter() - begin)
-            if not result[0] == result[-1] == summed(0, WORKERS, number):
-                sys.exit("small_round.py: %d B, round %d: %r" % (size, number, result))
-        print_report(rank, size, times)
+            for key, result in enumerate(results):
+                if not result[0] == result[-1] == summed(key, WORKERS, number):
+                    sys.exit("small_round.py: %s, key %d, round %d: %r" % (name, key, number, result))
+        print_report(rank, name, times)
 
 
-def print_report(rank: int, size: int, times: List[float]) -> None:
+def print_report(rank: int, name: str, times: List[float]) -> None:
     """Print the line of a work."""
-    print(json.dumps({"rank": rank, "work": str(size), "times_s": times[WARM_UP:]}), flush=True)
+    print(json.dumps({"rank": rank, "work": name, "times_s": times[WARM_UP:]}), flush=True)
 
 
 def serve(connections: Sequence[socket.socket], shared: Optional[Sequence[np.ndarray]]) -> None:
@@ -161,7 +168,7 @@ def serve(connections: Sequence[socket.socket], shared: Optional[Sequence[np.nda
 
 def on_one_host(works: Works, with_threads: bool) -> None:
     """Fork the workers and the server, which have memory and Unix sockets in common."""
-    most = max(size for size, _ in works)
+    most = max(size for _, sizes, _ in works for size in sizes)
     shared = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(WORKERS)]
     pairs = [socket.socketpair() for _ in range(WORKERS)]
     for pair in pairs:
@@ -226,7 +233,7 @@ def ping_pong(works: Works) -> None:
             connection.bind(endpoint)
         else:
             connection.connect(endpoint)
-        for size, rounds in works:
+        for name, [size], rounds in works:
             value = np.zeros(size, np.uint8)
             times: List[float] = []
             for _ in range(rounds + WARM_UP):
@@ -238,13 +245,20 @@ def ping_pong(works: Works) -> None:
                     connection.send(connection.recv(copy=False), copy=False)
                 times.append(time.perf_counter() - begin)
             if rank == 0:
-                print_report(rank, size, times)
+                print_report(rank, name, times)
+
+
+def sizes_of(code: str) -> List[int]:
+    """Return the bytes of the keys of a work."""
+    if code.isdigit():
+        return [int(code)]
+    return [4 * math.prod(shape) for shape in shapes.named(code.partition(":")[0])]
 
 
 def main() -> None:
     """Run the rounds in one of the forms."""
     form = sys.argv[1]
-    works = [(int(size), int(rounds)) for size, rounds in (each.split("=") for each in sys.argv[2:])]
+    works = [(code, sizes_of(code), int(rounds)) for code, rounds in (each.split("=") for each in sys.argv[2:])]
     if form == "tcp":
         over_tcp(works)
     elif form == "ping-pong":

@@ -304,7 +304,8 @@ def test_the_page_shows_the_newest_results_of_small_rounds(latency: ModuleType, 
 
 @pytest.mark.slow
 def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Path) -> None:
-    works, kept = ("4 B", "1 MB", "4 B, one worker", "barrier", "1,000 keys, wait=False"), tmp_path / "found.json"
+    works = ("4 B", "1 MB", "4 B, one worker", "barrier", "1,000 keys, wait=False", "ResNet-50, key by key")
+    kept = tmp_path / "found.json"
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--runs", "1", "--peers", str(tmp_path / "none")]
     command += ["--results", str(kept), "--works", *works]
     result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
@@ -318,6 +319,7 @@ def test_small_rounds_are_measured_beside_the_least_that_they_cost(tmp_path: Pat
     found = json.loads(kept.read_text())["seconds"]
     assert list(found["1 MB"]) == names
     assert list(found["barrier"]) == ["distrun"]
+    assert list(found["ResNet-50, key by key"]) == ["distrun", "sketch"]
 
 
 @pytest.mark.slow
