@@ -139,6 +139,10 @@ PRINTED, SLOTS, GPUS, FAILED = blocks(DDP, "text")
 DDP_HERE, DDP_HOSTS, DDP_NCCL = re.findall(r"^distrun (launch .*)$", DDP, re.MULTILINE)
 
 
+TORCH_ABORTS, TRIES = 134, 5
+"""The exit code of a rank that failed and that torch then aborts, as the page says it may, and how often in a row."""
+
+
 def run_ddp_here(distrun: Distrun, program: str, workers: int) -> tuple[int, str, str]:
     """Run a program by the page's command for this machine; return the exit code, stdout and stderr."""
     (distrun.work / "train_ddp.py").write_text(program)
@@ -157,7 +161,10 @@ def test_the_ddp_program_trains_here_and_goes_on_from_its_checkpoint(distrun: Di
 @pytest.mark.peers
 def test_a_rank_that_fails_is_shown_as_the_ddp_page_says(distrun: Distrun) -> None:
     fails = PROGRAM.replace("\nfor epoch", '\nif rank == 1:\n    raise ValueError("bad example")\n\nfor epoch')
-    code, _, err = run_ddp_here(distrun, fails, 2)
+    for _ in range(TRIES):
+        code, _, err = run_ddp_here(distrun, fails, 2)
+        if code != TORCH_ABORTS or "| terminate called without an active exception" not in err:
+            break
     (job,) = re.findall(r"distrun: job (\S+)", err)
     shown = FAILED.replace("calm-otter-7f3", job).replace("worker-5 on h2", "worker-1 on " + distrun.job_host())
     shown = shown.replace("worker-5", "worker-1").replace("rank5", "rank1")
