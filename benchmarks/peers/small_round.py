@@ -27,7 +27,7 @@ import time
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
-import shapes
+from latency_round import ITEM, parsed
 from report import sent, summed
 
 HEAD = struct.Struct("<4sIIIQQ32x")
@@ -109,8 +109,8 @@ def handed_over(call: Call) -> Call:
 def work(call: Call, rank: int, works: Works) -> None:
     """Run the rounds of each work, check every sum, and print the report."""
     for name, sizes, rounds in works:
-        gradients = [np.empty(size // 4, np.float32) for size in sizes]
-        results = [np.empty(size // 4, np.float32) for size in sizes]
+        gradients = [np.empty(size // ITEM, np.float32) for size in sizes]
+        results = [np.empty(size // ITEM, np.float32) for size in sizes]
         times: List[float] = []
         for number in range(1, rounds + WARM_UP + 1):
             for key, gradient in enumerate(gradients):
@@ -250,9 +250,7 @@ def ping_pong(works: Works) -> None:
 
 def sizes_of(code: str) -> List[int]:
     """Return the bytes of the keys of a work."""
-    if code.isdigit():
-        return [int(code)]
-    return [4 * math.prod(shape) for shape in shapes.named(code.partition(":")[0])]
+    return [ITEM * math.prod(shape) for shape in parsed(code)[0]]
 
 
 def main() -> None:

@@ -137,10 +137,8 @@ def test_a_command_for_hosts_runs_eight_workers_on_two(lab: Site) -> None:
 (PROGRAM,) = blocks(DDP, "python")
 PRINTED, SLOTS, GPUS, FAILED = blocks(DDP, "text")
 DDP_HERE, DDP_HOSTS, DDP_NCCL = re.findall(r"^distrun (launch .*)$", DDP, re.MULTILINE)
-
-
 TORCH_ABORTS, TRIES = 134, 5
-"""The exit code of a rank that failed and that torch then aborts, as the page says it may, and how often in a row."""
+"""The exit code of a rank that torch aborts as it ends, which the page says may happen; and how often it is tried."""
 
 
 def run_ddp_here(distrun: Distrun, program: str, workers: int) -> tuple[int, str, str]:

@@ -368,13 +368,13 @@ class Looking:
         self._most_s, self._time_s = LOOK_S if workers <= cores else 0.0, 0.0
         self._shared = 0
         """Waits in a row in which it kept its core from others."""
-        self._slept = 0
+        self._to_sleep = 0
         """Waits that are still to be slept through for that."""
 
     @property
     def time_s(self) -> float:
         """How long to look in the next wait."""
-        return 0.0 if self._slept else self._time_s
+        return 0.0 if self._to_sleep else self._time_s
 
     def learn(self, waited_s: float, worked_s: float = 0.0, away_s: float = 0.0) -> None:
         """Take in how long a wait was, and for how long of the looking this thread and others had its core."""
@@ -383,17 +383,17 @@ class Looking:
         self._time_s = min(time_s, self._most_s) if time_s >= FIRST_LOOK_S else 0.0
         if not is_short:
             self.forget_core()
-        elif self._slept:
-            self._slept -= 1
+        elif self._to_sleep:
+            self._to_sleep -= 1
         elif away_s < AWAY_S or worked_s < KEPT_S:
             self._shared = 0
         else:
-            self._shared = min(self._shared + 1, SHARED_WAITS)
-            self._slept = SLEPT_WAITS * (self._shared == SHARED_WAITS)
+            self._shared += 1
+            self._to_sleep = SLEPT_WAITS if self._shared >= SHARED_WAITS else 0
 
     def forget_core(self) -> None:
         """The thread has slept for long, and may be on another core now."""
-        self._shared = self._slept = 0
+        self._shared = self._to_sleep = 0
 
 
 class TurnLock:
