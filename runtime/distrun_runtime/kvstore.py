@@ -35,7 +35,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
-from distrun_runtime.protocol.message import GROUP_LETTERS, Kind
+from distrun_runtime.protocol.message import GROUP_LETTERS, PULL, PUSH, PUSHPULL
 from distrun_runtime.store import values
 from distrun_runtime.store.base import (
     CallOptions,
@@ -421,7 +421,7 @@ class KVStore(KVStoreBase):
             scale: what this contribution is multiplied by where it is summed.
         """
         if wait:
-            steady = self._backend.steady(Kind.PUSH, key, value, None, priority=priority, scale=scale)
+            steady = self._backend.steady(PUSH, key, value, None, priority=priority, scale=scale)
             if steady is not None:
                 return steady if type(steady) is CompletedCall else awaited(steady, steady.is_done)
         self._ready()
@@ -447,7 +447,7 @@ class KVStore(KVStoreBase):
         Raises:
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
-        if wait and (steady := self._backend.steady(Kind.PULL, key, None, out, priority=priority)) is not None:
+        if wait and (steady := self._backend.steady(PULL, key, None, out, priority=priority)) is not None:
             return steady if type(steady) is CompletedCall else awaited(steady, True)
         self._ready()
         number = _numbers(priority)[0]
@@ -477,7 +477,7 @@ class KVStore(KVStoreBase):
         """
         given_out = value if out is None else out
         if wait:
-            steady = self._backend.steady(Kind.PUSHPULL, key, value, given_out, priority=priority, scale=scale)
+            steady = self._backend.steady(PUSHPULL, key, value, given_out, priority=priority, scale=scale)
             if steady is not None:
                 return steady if type(steady) is CompletedCall else awaited(steady, True)
         self._ready()

@@ -130,10 +130,12 @@ def server_loop(
     engine = WorkEngine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.under_way > 0
-    known = Steady(server, engine, counters).take
+    known = Steady(server, engine, counters)
     loop = loop_of(server, transport, engine=engine, known=known, token=own.token, **more)
     if isinstance(transport, BulkTransport):
-        transport.pour(loop.take)
+        transport.pour(loop.take, loop.take_bytes)
+        if transport.direct is not None:
+            loop.send_small = transport.direct.send_made
     return loop
 
 

@@ -114,6 +114,8 @@ GROUP_LETTERS = 100
 """Of a group's name at most."""
 
 
+PUSH, PULL, PUSHPULL = Kind.PUSH, Kind.PULL, Kind.PUSHPULL
+"""For what runs for every call: in Python 3.11, to look a member up in its class calls a function."""
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
 """By their numbers. A look-up costs a fraction of what `Kind(number)` does."""
 REPLY, _ERROR, _RELAYED = 1, 2, 4

@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
+from typing import Protocol
+
+import numpy as np
 
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
@@ -29,6 +32,7 @@ from distrun_runtime.transport.base import (
     Arrived,
     Down,
     Event,
+    Form,
     Lease,
     PathChosen,
     Rejected,
@@ -72,8 +76,17 @@ class _Hold:
     events: deque[Arrived | Down] = field(default_factory=deque)
 
 
-Known = Callable[[str, Sequence[Buffer], float], "list[role.Action] | None"]
-"""Returns what follows from a message, by link, frames and time; None: its bytes are not known (`ps.steady`)."""
+SendSmall = Callable[[str, Sequence[Buffer], Form], Lease]
+
+
+class KnownMessages(Protocol):
+    """Returns what follows from a message at a time; None: its bytes are not known (`ps.steady`)."""
+
+    def take(self, link: str, frames: Sequence[Buffer], now: float) -> list[role.Action] | None:
+        """For its frames."""
+
+    def take_bytes(self, link: str, data: bytes, now: float) -> list[role.Action] | None:
+        """For what has come of a connection, which may be more or less than a message."""
 
 
 class Loop:
@@ -90,7 +103,7 @@ class Loop:
         trace: Trace,
         *,
         engine: WorkEngine | None = None,
-        known: Known | None = None,
+        known: KnownMessages | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
         turn: AbstractContextManager[object] | None = None,
@@ -108,10 +121,12 @@ class Loop:
         self._token = token
         self._trace = trace
         self._engine = engine
-        self._known = None if trace.has_messages else known
+        self.known = None if trace.has_messages else known
         self._unknown: Sequence[Buffer] = ()
         """The message that `take` has not taken."""
         self._publish = publish
+        self.send_small: SendSmall = lambda link, frames, form: transport.send(link, frames)
+        """Sends a message of which no frame goes by another path than the direct connection (`transport.direct`)."""
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
         self._clock = clock
@@ -155,7 +170,7 @@ class Loop:
 
     def run(self) -> role.Finish:
         """Loop until the role finishes; return how. What was sent has a moment to leave."""
-        with self._turn:
+        with self._turn, np.errstate(over="ignore", invalid="ignore"):  # as for other sums (`arrays.device`)
             return self._run()
 
     def _run(self) -> role.Finish:
@@ -233,23 +248,42 @@ class Loop:
     def take(self, link: str, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
         """Do at once what a message asks for, if its bytes are known, and return None; else the frames, which are to
         arrive. For the thread that polls, while there are no events before it (`transport.direct`)."""
-        gate = self._gates.get(link)
-        if self._known is None or gate is None or not gate.is_open or self._later or link in self._holds:
+        known = self._known_on(link)
+        if known is None:
             return frames
         try:
-            known = self._known(link, frames, self._clock())
-            if known is None:
+            actions = known.take(link, frames, self._clock())
+            if actions is None:
                 self._unknown = frames
                 return frames
-            for action in known:
-                if isinstance(action, role.SendFrames):
-                    self._send_made(action)
-                else:
-                    self._perform([action])
+            self._answer(actions)
         except Exception as err:
             self._malformed(link, message.decode(frames), err)
             self._transport.wake()  # What follows is for `run`.
         return None
+
+    def take_bytes(self, link: str, data: bytes) -> bool:
+        """As `take`, for what was received from a link at once; return whether it was done."""
+        known = self._known_on(link)
+        actions = None if known is None else known.take_bytes(link, data, self._clock())
+        if actions is None:
+            return False
+        self._answer(actions)
+        return True
+
+    def _known_on(self, link: str) -> KnownMessages | None:
+        """Return what knows messages, if those of a link may be done at once."""
+        gate = self._gates.get(link)
+        is_free = gate is not None and gate.is_open and not self._later and link not in self._holds
+        return self.known if is_free else None
+
+    def _answer(self, actions: Sequence[role.Action]) -> None:
+        """Do what follows from a message that is known."""
+        for action in actions:
+            if isinstance(action, role.SendFrames):
+                self._send_made(action)
+            else:
+                self._perform([action])
 
     def _received(self, link: str, frames: Sequence[Buffer]) -> None:
         gate = self._gates.get(link)
@@ -477,7 +511,14 @@ class Loop:
         return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
 
     def _send_made(self, action: role.SendFrames) -> None:
-        lease = self._send_frames(action.link, action.frames)
+        if action.form is None:
+            lease = self._send_frames(action.link, action.frames)
+        else:
+            try:
+                lease = self.send_small(action.link, action.frames, action.form)
+            except ConnectionError as err:
+                logger.debug("send to %s failed: %s", action.link, err)
+                return
         if lease is not COPIED and lease is not None and action.lent and not lease.is_over:
             assert self._engine is not None
             kept = ReplyValues(*action.lent)

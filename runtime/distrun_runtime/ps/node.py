@@ -289,12 +289,14 @@ def serve(role: str) -> int:
     engine, known = None, None
     if isinstance(node, Server):
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
-        known = Steady(node, engine, counters).take
+        known = Steady(node, engine, counters)
         if isinstance(transport, BulkTransport) and config.paths != "host":
             engine.share_gpu, engine.exports_to = transport.share_gpu, transport.exports_to
     loop = Loop(transport, node, config.token, trace, engine=engine, known=known, publish=publish)
     if isinstance(transport, BulkTransport):
-        transport.pour(loop.take)
+        transport.pour(loop.take, loop.take_bytes)
+        if transport.direct is not None:
+            loop.send_small = transport.direct.send_made
     if environ.text("DISTRUN_METRICS_SOCKET"):
         reporting.offer_stacks()
         if isinstance(node, Server):

@@ -25,7 +25,7 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn
 
 if TYPE_CHECKING:
-    from distrun_runtime.transport.base import Heartbeat
+    from distrun_runtime.transport.base import Form, Heartbeat
     from distrun_runtime.transport.faults import Faults
 
 Link = str
@@ -602,6 +602,8 @@ class SendFrames(NamedTuple):
     frames: Sequence[Buffer]
     lent: Sequence[Any] = ()
     """The members of the `replies.ReplyValues` that the frames refer to: kept if the transport reads on."""
+    form: Form | None = None
+    """What `form_of` says of the frames, if all are small."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ON
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Adopted, Ask, EntriesOf, Goodbye, Worker
 from distrun_runtime.reporting import catch_up, meaning, publish, watch
-from distrun_runtime.transport.base import Transport
+from distrun_runtime.transport.base import Form, Transport
 from distrun_runtime.transport.direct import Looking
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.host_segments import SharedLease
@@ -59,7 +59,7 @@ GOODBYE_S = BYE_S + 1.0
 ANSWER_S = 0.1
 """How long a thread of the script waits for answers by itself. Then the node's thread, which hears of all else as well,
 goes on with it."""
-_NUMBER_END = NUMBER_AT + NUMBER.size
+_FLAGS_END, _NUMBER = FLAGS_AT + 1, slice(NUMBER_AT, NUMBER_AT + NUMBER.size)
 _PLAIN = bytes([REPLY])
 _NOTHING: Sequence[Buffer] = [b""]
 _LIMIT = "the limit is --op-timeout or DISTRUN_OP_TIMEOUT"
@@ -80,11 +80,11 @@ class PlannedSend(NamedTuple):
     link: str
     frames: list[Buffer]
     """As `message.encode` makes them with `NodeSession.sender`; the first is a bytearray, and gets its number."""
+    form: Form | None = None
+    """What `form_of` says of the frames, if none of them goes by another path than the direct connection."""
     into: memoryview | None = None
     """Where the payload of the answer is received, if it has one frame of this size that travels as bytes. It may as
     well arrive elsewhere."""
-    is_small: bool = False
-    """No frame goes by another path than the direct connection."""
     is_read: bool = False
     """Once it is answered, its frames are read no more."""
 
@@ -461,7 +461,10 @@ class NodeSession:
                 if send.into is not None:
                     self._direct.expect(send.link, send.into)
                 exchange.begun = number + 1
-                lease = (self._direct if send.is_small else self._paths).send(send.link, send.frames)
+                if send.form is not None:
+                    self._direct.send(send.link, send.frames, send.form)
+                    continue
+                lease = self._paths.send(send.link, send.frames)
                 if send.is_read and isinstance(lease, SharedLease):
                     exchange.leases.append(lease)
             sent()
@@ -626,13 +629,11 @@ def answers_to(sends: Sequence[PlannedSend], came: Sequence[Sequence[Buffer]]) -
         return None
     answers = [*came]
     if len(came) > 1:
-        by_number = {bytes(frames[0][NUMBER_AT:_NUMBER_END]): frames for frames in came}
-        answers = [by_number.get(bytes(send.frames[0][NUMBER_AT:_NUMBER_END]), _NOTHING) for send in sends]
+        by_number = {bytes(frames[0][_NUMBER]): frames for frames in came}
+        answers = [by_number.get(bytes(send.frames[0][_NUMBER]), _NOTHING) for send in sends]
     for send, frames in zip(sends, answers, strict=True):
         asked, said = send.frames[0], frames[0]
-        if said[:FLAGS_AT] != asked[:FLAGS_AT] or said[FLAGS_AT : FLAGS_AT + 1] != _PLAIN:
-            return None
-        if said[NUMBER_AT:_NUMBER_END] != asked[NUMBER_AT:_NUMBER_END]:
+        if said[:_FLAGS_END] != bytes(asked[:FLAGS_AT]) + _PLAIN or said[_NUMBER] != asked[_NUMBER]:
             return None
     return answers
 

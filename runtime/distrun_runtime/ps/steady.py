@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
 from distrun_runtime.arrays.gpu_frames import IN_USE, place_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops.compression import ROWS
 from distrun_runtime.protocol import message as wire
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, PULL, PUSH, PUSHPULL, Kind, Message, Payload
 from distrun_runtime.ps import arithmetic, role
 from distrun_runtime.ps.counters import Counters, Lags
 from distrun_runtime.ps.engine import WorkEngine
@@ -37,6 +37,8 @@ from distrun_runtime.ps.loop import ROLE_CODES
 from distrun_runtime.ps.replies import ReplyValues, failed, frames_of
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.values import Index, ShardProgress, ShardSet, Values
+from distrun_runtime.transport.base import Form
+from distrun_runtime.transport.direct import form_of
 from distrun_runtime.transport.host_segments import is_shared
 
 Actions = list[role.Action]
@@ -46,7 +48,7 @@ REFUSED = 8 * KNOWN
 """When so many were not taken in because as many as can be are known, those are forgotten that have not come since."""
 LONG_BYTES, KEPT_BYTES = 64 * 1024, 64 * 1024 * 1024
 """Contributions of at least so many bytes, if they were received, are kept up to so many together."""
-_KINDS = frozenset(map(int, (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)))
+_KINDS = frozenset(map(int, (PUSH, PULL, PUSHPULL)))
 _HEAD, _NEXT = wire.HEAD_BYTES, wire.NUMBER_AT + wire.NUMBER.size
 _STORE, _FRONT = slice(wire.STORE_AT, wire.STORE_AT + 2), slice(wire.NUMBER_AT)
 """Places in a head: the store; all before the number of the request."""
@@ -54,8 +56,13 @@ _REQUEST, _LISTED, _STEP = slice(wire.NUMBER_AT, _NEXT), slice(_NEXT, wire.STEP_
 """The number; how many entries there are, and the bucket; the step."""
 _ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
 """The last member of an entry."""
-_FIRST, _ROUND = slice(_HEAD, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
-"""Of the first entry all before the round, and that."""
+_ONE, _ROUND = slice(_NEXT, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
+"""With one entry: all between the number and the round, and that."""
+_TABLE = len(form_of([b""] * 3)[0])
+"""Bytes of the table before a message of three frames."""
+_HEAD_THERE, _NUMBER_THERE = slice(_TABLE, _TABLE + _ROUND.stop), _TABLE + wire.NUMBER_AT
+_STORE_THERE, _ONE_THERE, _ROUND_THERE = (slice(_TABLE + a.start, _TABLE + a.stop) for a in (_STORE, _ONE, _ROUND))
+"""Places in such a message with one entry."""
 _ROWS, _CODEC_AT = bytes([ROWS]), _HEAD + wire.ENTRY.fields["codec"][1]  # type: ignore[index]
 """Of the first entry its codec."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
@@ -88,6 +95,11 @@ class _Steps:
     """The head of an answer: what is before the number of the request, and what is between that and the step; with a
     single entry, and its round."""
     kind: Kind
+    dtype: DType
+    """Of the shards."""
+    form: Form | None
+    """Of the message and of its answer, if it brings a small value of one shard, in the dtype that sums have, and asks
+    for the result."""
     version: int = -1
     """Of the server, when nothing unusual was under way."""
     lags: Lags | None = None
@@ -98,19 +110,19 @@ class _Steps:
         if self.bucket is not None:
             return self.first + int.from_bytes(head[_STEP], "little")
         number = int.from_bytes(head[_ROUND], "little")
-        is_same = head[_STEP] == bytes(4)
         if len(self.entries) > 1:
             self.entries["round"] = number
-            is_same = is_same and head[_ROUND.stop :] == self.entries[1:].tobytes()
-        return number if is_same else -1
+            if head[_STEP] != bytes(4) or head[_ROUND.stop :] != self.entries[1:].tobytes():
+                return -1
+        return number
 
-    def parts_of(self, frames: Sequence[Buffer]) -> list[Array]:
-        """Return what the frames of a message bring to each run of the shards."""
+    def parts_of(self, payloads: Sequence[Buffer]) -> list[Array]:
+        """Return what the payloads of a message bring to each run of the shards."""
         dtype = DTYPES[self.subset.code]
         places = self.subset.layout.places
-        if len(frames) == 3 and len(places) == 1:
-            return [np.frombuffer(frames[2], dtype)]
-        arrays = [np.frombuffer(frame, dtype) for frame in frames[2:]]
+        if len(payloads) == len(places) == 1:
+            return [np.frombuffer(payloads[0], dtype)]
+        arrays = [np.frombuffer(payload, dtype) for payload in payloads]
         return [arrays[at][begin:end] for at, begin, end in places]
 
     def batch_of(self, head: bytes, number: int, payloads: Sequence[Buffer] = ()) -> role.Batch:
@@ -122,30 +134,13 @@ class _Steps:
         told["entries"] = NO_ENTRIES if self.bucket is not None else entries
         return role.Batch(self.batch.store, self.subset.shards, Message(**told), entries)
 
-    def answer_to(self, head: bytes, number: int, values: Values, side: int) -> role.SendFrames:
-        """Return the answer with the values of a round, which are on one side of their arena."""
-        front, middle = self.answer
-        shards = self.subset.shards
-        frames = self.subset.frames.get(side)
-        if frames is None:
-            frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
-            if not isinstance(frames[0], bytes):  # else they are copies
-                self.subset.frames[side] = frames
-        if len(self.answered) == 1:
-            made = front + head[_REQUEST] + middle + head[_ROUND]
-        else:
-            self.answered["round"] = number
-            made = front + head[_REQUEST] + middle + head[_STEP] + self.answered.tobytes()
-        index = self.subset.index
-        return role.SendFrames(self.link, [made, b"", *frames], (values, index, index, side, 0))
-
 
 class _KeptMessage(NamedTuple):
     """A known message of a round that is open (`server.UndecidedMessage`)."""
 
     steps: _Steps
     head: bytes
-    frames: Sequence[Buffer]
+    payloads: Sequence[Buffer]
     number: int
     """The round."""
     now: float
@@ -153,8 +148,8 @@ class _KeptMessage(NamedTuple):
     def decided_by(self, accept: Callable[[str, int, role.Batch], Actions]) -> Actions:
         """Return what follows from it that was not done when it came."""
         steps = self.steps
-        actions = accept(steps.link, steps.rank, steps.batch_of(self.head, self.number, self.frames[2:]))
-        return actions[:-1] if steps.kind is Kind.PUSH else actions  # the last one is the answer
+        actions = accept(steps.link, steps.rank, steps.batch_of(self.head, self.number, self.payloads))
+        return actions[:-1] if steps.kind is PUSH else actions  # the last one is the answer
 
 
 class Steady:
@@ -182,11 +177,15 @@ class Steady:
         values = self._values.get(int.from_bytes(head[_STORE], "little"))
         if values is None or values.device.is_gpu:
             return None
-        fixed = _fixed_in(head) if len(head) > _ROUND.stop else head[_FIRST]
-        name = (link, head[_FRONT], head[_LISTED], fixed, len(head), *map(len, frames[2:]))
+        size = len(head)
+        if size == _ROUND.stop:
+            fixed = head[_ONE]
+        else:
+            fixed = head[_LISTED] + (_fixed_in(head) if size > _ROUND.stop else head[_HEAD:])
+        name = (link, head[_FRONT], fixed, size, *map(len, frames[2:]))
         steps = values.plans.get(name)
         if not isinstance(steps, _Steps):
-            is_cut = len(head) < _HEAD or bool((len(head) - _HEAD) % _FIXED.itemsize)
+            is_cut = size < _HEAD or bool((size - _HEAD) % _FIXED.itemsize)
             # Rows have another size in each step, and would take the place of others.
             if is_cut or head[wire.KIND_AT] not in _KINDS or head[_CODEC_AT : _CODEC_AT + 1] == _ROWS:
                 return None
@@ -198,20 +197,52 @@ class Steady:
             is_usual = self._server.is_usual(link, steps.rank, steps.batch, steps.bucket)
             if not is_usual or self._engine.is_profiled:
                 if not self._server.is_named(steps.rank, steps.batch, steps.bucket):
-                    _drop(values, [name])  # the number is another bucket's now
+                    # The number is another bucket's now.
+                    _drop(values, [name] if steps.form is None else [name, _name_there(name, steps.form)])
                 return None
             steps.version = self._server.version
-            steps.lags = None if steps.kind is Kind.PULL else self._server.lags_of(steps.batch)
+            steps.lags = None if steps.kind is PULL else self._server.lags_of(steps.batch)
         subset = steps.subset
         progress = subset.progress
-        message = _KeptMessage(steps, head, frames, number, now)
         is_its_own = bool(progress.kept) or subset.has(values.store.progress, progress.number)
+        message = _KeptMessage(steps, head, frames[2:], number, now)
         if not (is_its_own and progress.version == steps.version):
             if self._kept and (others := self._keeping(subset, values)):
                 return self._pull_of_some(others, message)
             if not self._look(subset, values):
                 return None
-        return self._pull(values, message) if steps.kind is Kind.PULL else self._push(values, message)
+        return self._pull(values, message) if steps.kind is PULL else self._push(values, message)
+
+    def take_bytes(self, link: str, data: bytes, now: float) -> Actions | None:
+        """As `take`, for what has come of a connection: one message, with its table, whose steps are small."""
+        values = self._values.get(int.from_bytes(data[_STORE_THERE], "little"))
+        if values is None or self._server.gone:
+            return None
+        steps = values.plans.get((link, data[:_NUMBER_THERE], data[_ONE_THERE]))
+        if steps is None or steps.form[1] != len(data) or steps.version != self._server.version:
+            return None
+        subset, row, store = steps.subset, steps.row, values.store
+        progress, number = subset.progress, int.from_bytes(data[_ROUND_THERE], "little")
+        is_its_own = bool(progress.kept) or store.progress.item(subset.first) == progress.number
+        is_in_step = progress.version == steps.version and number == progress.done + 1 and row not in progress.came
+        if not (is_its_own and is_in_step) or values.rule is not None or values.lending or progress.side < 0:
+            return None
+        if steps.lags is not None and steps.lags.wants(number, now):
+            self._server.sample((steps.rank,), steps.batch, (number,), now)
+        head, payload = data[_HEAD_THERE], memoryview(data)[_HEAD_THERE.stop :]
+        parts = [np.frombuffer(payload, steps.dtype)]
+        progress.version = -1  # until all is done
+        if len(progress.came) < len(store.last) - 1:
+            progress.add(values, subset, parts)
+            progress.came.add(row)
+            self._counters.bytes_in += subset.size
+            self._keep(progress, _KeptMessage(steps, head, [payload], number, now))
+            progress.version = steps.version
+            return []
+        [addends] = progress.addends(values, subset, parts)
+        if not self._engine.completes_small(values, number, subset, addends):
+            return None
+        return self._completed(values, steps, head, number)
 
     # What is known
 
@@ -225,6 +256,10 @@ class Steady:
         times = values.plans.pop(name, 0) + 1
         steps = self._worked_out(values, link, frames) if times > 1 and not times & (times - 1) else None
         values.plans[name] = steps or times
+        if steps is not None and steps.form is not None:
+            there = _name_there(name, steps.form)
+            values.plans[there] = steps
+            values.plan_bytes += _bytes_of(there, steps)
         values.plan_bytes += _bytes_of(name, steps) - (_bytes_of(name, times) if times > 1 else 0)
         return steps
 
@@ -259,9 +294,11 @@ class Steady:
         is_packed = not frames[2:] or len(entries) == 1 or entries["payload"][0] == Payload.PACKED
         sizes = [memoryview(frame).nbytes for frame in frames[2:]]
         is_whole = not any(size % DTYPES[codes[0]].itemsize for size in sizes)
-        has_its_values = bool(sizes) == (message.kind is not Kind.PULL)
+        has_its_values = bool(sizes) == (message.kind is not PULL)
         are_dense_sums = not (store.row_size[batch.shards].any() or store.op[batch.shards].any())
         if not (are_alike and is_packed and is_whole and has_its_values and are_dense_sums):
+            return None
+        if message.step and bucket is None:
             return None
         subset = self._shard_set(values, batch.shards, sizes)
         if not subset.size:
@@ -274,8 +311,14 @@ class Steady:
         row, first = int(store.row[rank]), int(rounds[0]) - message.step
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
         answer = head[_FRONT], head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
-        kind = message.kind
-        return _Steps(link, rank, about, first, bucket, subset, row, entries.copy(), answered, answer, kind)
+        kind, dtype = message.kind, DTYPES[subset.code]
+        is_one = len(entries) == len(subset.layout.runs) == len(sizes) == 1 and kind is PUSHPULL
+        is_small = is_one and subset.size < LONG_BYTES and work_dtype(dtype) == dtype
+        form = form_of([head, b"", *message.payloads]) if is_small else None
+        return _Steps(
+            *(link, rank, about, first, bucket, subset, row, entries.copy(), answered, answer, kind),
+            *(dtype, form),
+        )
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -320,43 +363,47 @@ class Steady:
 
     def _push(self, values: Values, message: _KeptMessage) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        steps, head, frames, number, now = message
+        steps, head, payloads, number, now = message
         subset = steps.subset
         progress, row = subset.progress, steps.row
         if number != progress.done + 1 or row in progress.came:
             return None
         is_last = len(progress.came) == len(values.store.last) - 1
         is_long = subset.size >= LONG_BYTES or subset.size > self._engine.much_bytes
-        if is_long and not self._takes(values, subset, frames, is_last=is_last):
+        if is_long and not self._takes(values, subset, payloads, is_last=is_last):
             return None
         told: Actions = []
-        if steps.kind is Kind.PUSH:
+        if steps.kind is PUSH:
             told = [role.SendFrames(steps.link, [steps.answer[0] + head[_REQUEST] + bytes(12), b""])]
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
         progress.version = -1  # until all is done
         if not is_last:
-            progress.add(values, subset, steps.parts_of(frames))
+            progress.add(values, subset, steps.parts_of(payloads))
             progress.came.add(row)
             self._counters.bytes_in += subset.size
             self._keep(progress, message)
             progress.version = steps.version
             return told
-        addends = progress.addends(values, subset, steps.parts_of(frames))
+        addends = progress.addends(values, subset, steps.parts_of(payloads))
         if not self._engine.completes(values, number, subset, addends):
             return None
-        return [*self._completed(values, message), *told]
+        return [*self._completed(values, steps, head, number), *told]
 
-    def _completed(self, values: Values, last: _KeptMessage) -> Actions:
-        """A round is over: note it, and answer those who wait for it."""
-        store, subset, counters = values.store, last.steps.subset, self._counters
+    def _completed(self, values: Values, steps: _Steps, head: bytes, number: int) -> Actions:
+        """A round is over: note it, and answer those who wait for it; who sent the last contribution is the last."""
+        store, subset, counters = values.store, steps.subset, self._counters
         progress, index = subset.progress, subset.index
-        store.last[:, index] = store.ordered[index] = store.done[index] = progress.done = last.number
+        store.last[:, index] = store.ordered[index] = store.done[index] = progress.done = number
         store.fresh[index] = False
-        over = [*map(self._kept.pop, progress.kept), last]
+        side, kept = progress.side, [*map(self._kept.pop, progress.kept)]
         progress.begin_round(values)
         progress.version = self._server.version
-        answers = [self._answer(values, each, progress.side) for each in over if each.steps.kind is not Kind.PUSH]
+        answers = [
+            self._answer(values, each.steps, each.head, number, side) for each in kept if each.steps.kind is not PUSH
+        ]
+        if steps.kind is not PUSH:
+            answers.append(self._answer(values, steps, head, number, side))
         counters.bytes_in += subset.size
         counters.pushes += len(store.last)
         counters.pulls += len(answers)
@@ -370,14 +417,14 @@ class Steady:
             return None
         if progress.done == message.number:
             self._counters.pulls += 1
-            return [self._answer(values, message, progress.side)]
+            return [self._answer(values, message.steps, message.head, message.number, progress.side)]
         self._keep(progress, message)
         return []
 
     def _pull_of_some(self, others: Sequence[ShardProgress | None], message: _KeptMessage) -> Actions | None:
         """Keep a pull of some shards of a set whose round is open."""
         steps, progress = message.steps, others[0]
-        if progress is None or len(others) > 1 or progress.version != steps.version or steps.kind is not Kind.PULL:
+        if progress is None or len(others) > 1 or progress.version != steps.version or steps.kind is not PULL:
             return None
         if message.number != progress.done + 1 or steps.row not in progress.came:
             return None
@@ -389,10 +436,10 @@ class Steady:
         self._kept[self._count] = message
         progress.kept.append(self._count)
 
-    def _takes(self, values: Values, subset: ShardSet, frames: Sequence[Buffer], *, is_last: bool) -> bool:
+    def _takes(self, values: Values, subset: ShardSet, payloads: Sequence[Buffer], *, is_last: bool) -> bool:
         """Whether a long contribution is not too much work, and can be kept if it is not the last one: it is memory of
         its sender, or not too much with what is kept."""
-        frame = max(frames[2:], key=len)
+        frame = max(payloads, key=len)
         if self._engine.is_much(values, subset.size, frame):
             return False
         if is_last or is_shared(frame):
@@ -400,15 +447,27 @@ class Steady:
         self._kept_bytes = subset.size + self._kept_bytes * bool(self._kept)
         return self._kept_bytes <= KEPT_BYTES
 
-    def _answer(self, values: Values, message: _KeptMessage, side: int) -> role.Action:
-        steps, head, _, number, _ = message
+    def _answer(self, values: Values, steps: _Steps, head: bytes, number: int, side: int) -> role.Action:
+        """Return the answer with the values of a round, which are on one side of their arena."""
+        subset, index, (front, middle) = steps.subset, steps.subset.index, steps.answer
         try:
-            made = steps.answer_to(head, number, values, side)
+            frames = subset.frames.get(side)
+            if frames is None:
+                shards = subset.shards
+                frames = frames_of(ReplyValues(values, shards, shards, values.side[shards], 0))
+                if not isinstance(frames[0], bytes):  # else they are copies
+                    subset.frames[side] = frames
+            if len(steps.answered) == 1:
+                made = front + head[_REQUEST] + middle + head[_ROUND]
+            else:
+                steps.answered["round"] = number
+                made = front + head[_REQUEST] + middle + head[_STEP] + steps.answered.tobytes()
+            answer = role.SendFrames(steps.link, [made, b"", *frames], (values, index, index, side, 0), steps.form)
         except Exception as err:  # as `WorkEngine` refuses a Deliver
             event = role.WorkDone(role.Discard(0), err, traceback.format_exc())
             return role.Send(steps.link, failed(steps.batch_of(head, number).message, event))
-        self._counters.bytes_out += steps.subset.size
-        return made
+        self._counters.bytes_out += subset.size
+        return answer
 
 
 def _fixed_in(head: bytes) -> bytes:
@@ -417,10 +476,16 @@ def _fixed_in(head: bytes) -> bytes:
     return np.frombuffer(head[_HEAD:whole], _FIXED)["fixed"].tobytes()
 
 
+def _name_there(name: tuple[Any, ...], form: Form) -> tuple[Any, ...]:
+    """Return the name of a message with its table (`Steady.take_bytes`), by its name and its form."""
+    link, front, one, *_ = name
+    return link, form[0] + front, one
+
+
 def _bytes_of(name: tuple[Any, ...], known: Any) -> int:
     """Return about how much memory it takes to know a message, without what others share."""
     arrays = known.entries.nbytes + known.answered.nbytes if isinstance(known, _Steps) else 0
-    return len(name[3]) + 8 * len(name) + arrays
+    return len(name[2]) + 8 * len(name) + arrays
 
 
 def _drop(values: Values, names: Iterable[tuple[Any, ...]]) -> None:

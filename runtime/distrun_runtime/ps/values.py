@@ -574,11 +574,15 @@ class Values:
         for here, side in sides:
             self.side[here] = side
 
-    def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
-        """Write sums, which are the values of shards on this side from then on."""
+    def targets(self, of: ShardSet, side: int) -> list[Array]:
+        """Return what the runs of shards have on a side of their arena."""
         if side not in of.targets:
             of.targets[side] = of.views(self.arenas[of.code], side)
-        self.device.sums(zip(addends, of.targets[side]))  # noqa: B905 (as many)
+        return of.targets[side]
+
+    def write_alike(self, of: ShardSet, addends: Sequence[Sequence[DeviceArray]], side: int) -> None:
+        """Write sums, which are the values of shards on this side from then on."""
+        self.device.sums(zip(addends, self.targets(of, side)))  # noqa: B905 (as many)
         if side != of.progress.side:
             self.side[of.index] = of.progress.side = side
 

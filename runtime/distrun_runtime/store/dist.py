@@ -29,7 +29,7 @@ from distrun_runtime.contract.process import own_pid
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import Kind, Message, Payload
+from distrun_runtime.protocol.message import PULL, PUSH, PUSHPULL, Kind, Message, Payload
 from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
 from distrun_runtime.ps.role import NodeRequest
@@ -596,13 +596,13 @@ class DistBackend(StoreBackend):
     ) -> Pending | None:
         """Make a call by its plan. Call with the lock held; `sent` releases it, so that others may call meanwhile."""
         keys, ahead = plan.keys, self._ahead
-        follows = kind is Kind.PULL and keys is self._pushed
+        follows = kind is PULL and keys is self._pushed
         was_asked_ahead = bool(ahead) and follows
         comes_after_others = ahead or self._expected or self._gathering.count or self._link.has_unanswered
         if comes_after_others and not was_asked_ahead:
             return None  # Something is kept, or not answered.
-        asks_ahead = kind is Kind.PUSH and keys.pulled_next >= PULLED_NEXT
-        if kind is Kind.PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:
+        asks_ahead = kind is PUSH and keys.pulled_next >= PULLED_NEXT
+        if kind is PUSH and not asks_ahead and keys.size_bytes >= SMALL_CALL_BYTES:
             return None  # To wait until servers have it would take as long as the bytes do.
         if follows:
             keys.pulled_next += 1
@@ -614,23 +614,23 @@ class DistBackend(StoreBackend):
             return self._answer(ahead, outs, partial(self._finish, ahead), own=False)
         done = plan.done
         if asks_ahead:
-            plan = self._plans.find(Kind.PUSHPULL, *plan.name[1:]) or plan
-        made = self._transfers.begin(plan, values, lent=kind is Kind.PUSHPULL)
+            plan = self._plans.asking(plan)
+        made = self._transfers.begin(plan, values, lent=kind is PUSHPULL)
         if made is None:
             self._plans.pop(plan.name, None)
             return None
         try:
             begun = partial(self._link.begun, made.requests)
             exchange = partial(self._node.exchange, made.sends, partial(self._transfers.asked, made), begun)
-            if kind is Kind.PUSH:
+            if kind is PUSH:
                 self._pushed = keys
-                if plan.name[0] is Kind.PUSHPULL:
+                if plan.name[0] is PUSHPULL:
                     try:
                         made.ahead = exchange(waits=False)
                     finally:
                         self._ahead = made if made.ahead or made.requests else None
                     return done
-            return self._answer(made, outs, partial(exchange, sent), own=kind is Kind.PUSHPULL)
+            return self._answer(made, outs, partial(exchange, sent), own=kind is PUSHPULL)
         except BaseException:
             if not made.sends.is_begun:
                 self._transfers.take_back(made)
@@ -674,10 +674,10 @@ class DistBackend(StoreBackend):
         """Return a steady call that has become a request."""
         kind = made.plan.name[0]
         with self._lock:
-            if kind is Kind.PUSH:
+            if kind is PUSH:
                 self._transfers.goes_on(made, request)
                 return self._sent(request)
-            if kind is Kind.PUSHPULL:
+            if kind is PUSHPULL:
                 sent, taking = self._pushing(made, request)
             else:
                 sent, taking = SentCall(request, self._link, self.lifetime.late), self._transfers.goes_on(made, request)
@@ -687,7 +687,7 @@ class DistBackend(StoreBackend):
     def _learn(self, kind: Kind, keys: Selection, call: CallOptions) -> None:
         """Have the call that was just made planned from now on, if that can be. Call with the lock held."""
         if call.waits and self._link.plans and not (self._is_async or self.compresses):
-            for each in {kind, Kind.PUSHPULL if kind is Kind.PUSH else kind}:
+            for each in {kind, PUSHPULL if kind is PUSH else kind}:
                 plan = self._transfers.plan(each, keys, call)
                 if plan is not None:
                     self._plans.keep(plan)

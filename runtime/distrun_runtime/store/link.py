@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field
 from typing import Any
 
-from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.arrays.dtypes import Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
@@ -25,6 +25,7 @@ from distrun_runtime.ps.role import SCHEDULER_LINK, NodeRequest, listed, ranks_t
 from distrun_runtime.ps.session import Asked, Commitment, NodeSession, PlannedSend, PlannedSends
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
+from distrun_runtime.transport.direct import form_of
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
@@ -251,7 +252,8 @@ class StoreLink:
     def _meet(self, what: str, message: Message, begun: Callable[[NodeRequest], None]) -> None:
         """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
         head, body = encode(message, self.node.sender)
-        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, [bytearray(head), body], is_small=True)])
+        frames: list[Buffer] = [bytearray(head), body]
+        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, frames, form_of(frames))])
 
         def follow(request: NodeRequest) -> None:
             self._begun(request)

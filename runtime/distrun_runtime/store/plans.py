@@ -22,13 +22,14 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, STEP_AT, Kind, Payload, size_of
+from distrun_runtime.protocol.message import ENTRY, HEAD_BYTES, PULL, PUSH, PUSHPULL, STEP_AT, Kind, Payload, size_of
 from distrun_runtime.ps.role import NodeRequest
 from distrun_runtime.ps.routing import Portion, Route, step_of
 from distrun_runtime.ps.session import PlannedSend, PlannedSends
 from distrun_runtime.store.base import Selection
 from distrun_runtime.store.keys import Key
 from distrun_runtime.store.pending import CompletedCall
+from distrun_runtime.transport.direct import form_of
 from distrun_runtime.transport.host_paths import LARGE_BYTES
 
 PLANNED_BYTES = 16 * 1024 * 1024
@@ -117,7 +118,8 @@ class PlannedMessage:
         last = self._sent
         if last is None or payloads is not self._payloads or last.into is not self.into:
             frames = [self.head, text, *payloads]
-            last = PlannedSend(self.portion.link, frames, self.into, self.is_small, self._has_answer)
+            form = form_of(frames) if self.is_small else None
+            last = PlannedSend(self.portion.link, frames, form, self.into, self._has_answer)
             # Of memory that is shared there is other memory each time.
             self._sent, self._payloads = (last, payloads) if self.is_small else (None, ())
         return last
@@ -140,6 +142,8 @@ class CallPlan:
     """The body of all messages."""
 
     def __post_init__(self) -> None:
+        self.asking = (PUSHPULL, *self.name[1:])
+        """The name of the plan that asks for the result of a push, too."""
         self.done = CompletedCall(f"{self.name[0].name.lower()} of {self.keys.named}")
         """The outcome of a call that was made, and of which nothing more is to be told."""
 
@@ -149,10 +153,10 @@ class CallPlan:
         Raises:
             KVError: outputs of two keys share memory.
         """
-        is_fit = kind is Kind.PULL or self.keys.fits(values)
-        if kind is Kind.PUSH or not is_fit:
+        is_fit = kind is PULL or self.keys.fits(values)
+        if kind is PUSH or not is_fit:
             return is_fit
-        if not ((kind is Kind.PUSHPULL and outs is values) or self.keys.fits(outs)) or not self.keys.takes(outs):
+        if not ((kind is PUSHPULL and outs is values) or self.keys.fits(outs)) or not self.keys.takes(outs):
             return False
         for item in self.route.runs:  # noqa: SIM110  # a generator would take several times as long
             if not outs[item].flags.c_contiguous:
@@ -210,6 +214,14 @@ class CallPlans(OrderedDict[Name, CallPlan]):
         if names[0] is not key and type(found.name[1][0]) is int and set(map(type, names)) != {int}:
             return None
         self.move_to_end(found.name)
+        return found
+
+    def asking(self, plan: CallPlan) -> CallPlan:
+        """Return the plan that asks for the result of a push, too; that of the push if there is none."""
+        found = self.get(plan.asking)
+        if found is None:
+            return plan
+        self.move_to_end(plan.asking)
         return found
 
     def keep(self, plan: CallPlan) -> None:

@@ -32,7 +32,19 @@ from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, decode, encode, payloads_of
+from distrun_runtime.protocol.message import (
+    DTYPES,
+    NO_ENTRIES,
+    PULL,
+    PUSH,
+    PUSHPULL,
+    Kind,
+    Message,
+    Payload,
+    decode,
+    encode,
+    payloads_of,
+)
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.role import NodeRequest
@@ -610,7 +622,7 @@ class Transfers:
         """
         kind, route, sends = plan.name[0], plan.route, PlannedSends()
         rounds = self._rounds[route.at].copy()
-        if kind is not Kind.PULL:
+        if kind is not PULL:
             if len(rounds) == 1:
                 rounds[0] += 1  # in a tenth of the time
             else:
@@ -619,7 +631,7 @@ class Transfers:
             return None
         in_place = self._in_place(route, values) if lent and route.runs else NOTHING_IN_PLACE
         sends.looks = plan.keys.size_bytes <= LOOKED_BYTES
-        says_when_read = kind is Kind.PUSHPULL and not in_place.items
+        says_when_read = kind is PUSHPULL and not in_place.items
         made = PlannedCall(plan, rounds, sends)
         for each in plan.messages:
             if not each.is_at(rounds):
@@ -631,16 +643,16 @@ class Transfers:
                 made.staged.append(staged)
                 each.portion.fill(values, np.frombuffer(staged, each.portion.dtype))
                 payloads = [staged]
-            elif kind is not Kind.PULL:
+            elif kind is not PULL:
                 payloads = each.portion.gather(values, False, pool, in_place)
             sends.append(each.send(plan.text, payloads, pool is not None))
-        if kind is not Kind.PULL:
+        if kind is not PULL:
             self._rounds[route.at] = rounds
         return made
 
     def take_back(self, made: PlannedCall) -> None:
         """A steady call was interrupted before it was to be sent: its round is that of the next one."""
-        if made.plan.name[0] is not Kind.PULL:
+        if made.plan.name[0] is not PULL:
             self._rounds[made.plan.route.at] = made.rounds - 1
 
     def asked(self, made: PlannedCall) -> Asked:
@@ -659,7 +671,7 @@ class Transfers:
         """A steady call has become a request; return what takes its replies in."""
         request.keys = made.plan.route.numbers.tolist()
         made.plan.renew()
-        if made.plan.name[0] is not Kind.PULL:
+        if made.plan.name[0] is not PULL:
             self._carries(request, made.plan.route.portions)
         return self._taking(made)
 
@@ -671,7 +683,7 @@ class Transfers:
         plan, at = made.plan, made.plan.route.at
         while made.staged:
             self._spare.give_back(made.staged.pop())
-        if plan.name[0] is Kind.PUSH:
+        if plan.name[0] is PUSH:
             return {}
         if not plan.take(answers, outs):
             return self._taking(made)([(out,) for out in outs], own, tuple(map(decode, answers)))

@@ -42,6 +42,9 @@ from typing import Protocol, Union
 from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 
+Form = tuple[bytes, int]
+"""How a message goes by a direct connection, if its frames have certain sizes (`direct.form_of`)."""
+
 
 class NotShared(Exception):
     """Memory cannot be shared with a peer; says why."""

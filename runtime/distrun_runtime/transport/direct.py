@@ -54,6 +54,7 @@ from distrun_runtime.transport.base import (
     Arrived,
     Down,
     Event,
+    Form,
     Lease,
     Link,
     NotShared,
@@ -111,13 +112,34 @@ _TABLES = [_table(count) for count in range(_FEW)]
 """Of messages of few frames."""
 
 
-def _table_of(sizes: tuple[int, ...]) -> tuple[bytes, int]:
+def _form_of(sizes: tuple[int, ...]) -> Form:
     """Return the table of a message with frames of these sizes, and how many bytes it has with them."""
     table = _table(len(sizes)).pack(len(sizes), *sizes)
     return table, len(table) + sum(sizes)
 
 
-_usual_table = lru_cache(256)(_table_of)
+_usual_form = lru_cache(256)(_form_of)
+
+
+def form_of(frames: Sequence[Buffer]) -> Form:
+    """Return the table of a message, and how many bytes it has with it."""
+    sizes = tuple(map(BYTES, map(VIEW, frames)))
+    return (_usual_form if len(sizes) < _FEW else _form_of)(sizes)
+
+
+@lru_cache(256)
+def _usual_places(table: bytes) -> tuple[list[tuple[slice, bool]], int]:
+    """Return where each frame is in a message that begins with this table, and whether it is to be copied (as in
+    `_parsed`); and the bytes of the message. Where it is the table of no message of few frames: none, and 0."""
+    (count,) = _COUNT.unpack_from(table)
+    if not 0 < count < _FEW or len(table) != _TABLES[count].size:
+        return [], 0
+    places, end = list[tuple[slice, bool]](), len(table)
+    for size in _TABLES[count].unpack(table)[1:]:
+        begin, end = end, end + size
+        places.append((slice(begin, end), not places or begin % 8 != 0))
+    return places, end
+
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -144,10 +166,10 @@ class _Sending:
 
     __slots__ = ("buffers", "counts", "size")
 
-    def __init__(self, buffers: Sequence[Buffer], size: int) -> None:
+    def __init__(self, buffers: Sequence[Buffer], size: int, *counts: int) -> None:
         self.buffers = buffers
         self.size = size
-        self.counts: list[int] = []
+        self.counts = [*counts]
         """How many bytes each call has sent."""
 
     @property
@@ -210,14 +232,14 @@ class _DirectStream:
         self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
         """Whole messages that were not taken (take one by removing it); bytes of an incomplete one, and those behind
         them that were not looked at; else an incomplete long one."""
+        self._is_tcp = connection.family != socket.AF_UNIX
         self._least = 1
         """How much has to have come over TCP before the kernel tells."""
-        self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
+        self.sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
 
-    def send(self, frames: Sequence[Buffer]) -> Lease:
+    def send(self, frames: Sequence[Buffer], form: Form) -> Lease:
         """Send a message, or queue what the socket does not take."""
-        sizes = tuple(map(BYTES, map(VIEW, frames)))
-        table, size = (_usual_table if len(sizes) < _FEW else _table_of)(sizes)
+        table, size = form
         item = _Sending([table, *frames], size)
         self.out.append(item)
         self.recent = frames[:2]
@@ -230,16 +252,17 @@ class _DirectStream:
         over: list[Lease] = []
         while self.out:
             item = self.out[0]
-            buffers = item.left() if item.counts or len(item.buffers) > _BUFFERS else item.buffers
+            counts = item.counts
+            buffers = item.left() if counts or len(item.buffers) > _BUFFERS else item.buffers
             try:
-                item.counts.extend(map(self._sendmsg, (buffers,)))
+                counts.extend(map(self.sendmsg, (buffers,)))
             except BlockingIOError:
                 break
             except OSError:
                 # Part of a message may be lost. Both sides see the end; `read` tells it, behind what still arrives.
                 self._shut()
                 return [*over, *self._drop()]
-            if sum(item.counts) >= item.size:
+            if counts[0] == item.size or sum(counts) >= item.size:
                 over.append(item)
                 self.out.popleft()
         return over
@@ -247,11 +270,26 @@ class _DirectStream:
     def read(self) -> None:
         """Take in what has come: whole messages and the end. Of a long message more is waited for at once."""
         self._read()
-        long = self.received[3]
-        least = 1 if long is None else min(len(long.target) - sum(long.counts), TOLD_BYTES)
-        if least != self._least and self.connection.family != socket.AF_UNIX:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
-            self._least = least
+        if self._is_tcp:
+            long = self.received[3]
+            least = 1 if long is None else min(len(long.target) - sum(long.counts), TOLD_BYTES)
+            if least != self._least:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                self._least = least
+
+    def read_first(self) -> bytes:
+        """Take in what has come, if nothing came before that was not taken, and return it as it is; else nothing.
+
+        It is among `received`, so that `read` takes it apart.
+        """
+        messages, rest, chunks, long = self.received
+        if messages or rest or chunks or long is not None or self.out or self.end:
+            return b""
+        try:
+            chunks.append(self._recv(CHUNK_BYTES))
+        except OSError:  # `read` meets it again
+            return b""
+        return chunks[0]
 
     def _read(self) -> None:
         for _ in range(_READS):
@@ -296,8 +334,12 @@ class _DirectStream:
         Raises:
             ValueError: they are no messages.
         """
-        messages, at, length = [*messages], 0, len(data)
-        view = memoryview(data)
+        view, length = memoryview(data), len(data)
+        if length > _TABLES[-1].size:
+            places, size = _usual_places(data[: _TABLES[data[0] % _FEW].size])
+            if size == length:  # one message has come: nearly always
+                return [*messages, [data[at] if is_copied else view[at] for at, is_copied in places]], b"", [], None
+        messages, at = [*messages], 0
         while length - at >= 8:
             (count,) = _COUNT.unpack_from(data, at)
             if not 0 < count <= FRAMES_LIMIT:
@@ -545,6 +587,8 @@ class DirectTransport:
         polling thread waits for them again from its next `poll` on; if nothing wakes it, that is a tick of its loop."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
         self._events: list[Event] = []
+        self.known: Callable[[Link, bytes], bool] | None = None
+        """Is given, before that, what one read has brought; whether it was one message and was taken."""
         self.sink: Sink | None = None
         """Is given each message that comes by stream while there are no events, and what it takes is none."""
 
@@ -578,15 +622,31 @@ class DirectTransport:
         pair.proofs = self._proofs(nonce)
         self._say(link, DirectKind.OFFER, {**self._offer, "nonce": nonce.hex()})
 
-    def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
-        """Send a message."""
+    def send(self, link: Link, frames: Sequence[Buffer], form: Form | None = None) -> Lease:
+        """Send a message; `form`: what `form_of` says of its frames, if it was asked before."""
         stream = self._streams.get(link)
         if stream is None:
             return self._inner.send(link, frames)
-        lease = stream.send(frames)
+        lease = stream.send(frames, form or form_of(frames))
         if lease is not COPIED:
             self._watch(stream)
         return lease
+
+    def send_made(self, link: Link, frames: Sequence[Buffer], form: Form) -> Lease:
+        """Send a message of which `form_of` was asked before. For a thread that nothing interrupts."""
+        stream = self._streams.get(link)
+        if stream is not None and not stream.out:
+            try:
+                count = stream.sendmsg([form[0], *frames])
+            except OSError:  # `send` meets it again
+                count = 0
+            if count == form[1]:
+                return COPIED
+            if count:
+                stream.out.append(_Sending([form[0], *frames], form[1], count))
+                self._watch(stream)
+                return stream.out[0]
+        return self.send(link, frames)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them; what `sink` takes does not end the wait."""
@@ -773,6 +833,11 @@ class DirectTransport:
 
     def _news(self, stream: _DirectStream, mask: int) -> None:
         link, is_taken = stream.link, stream.link in self._taken
+        if self.known is not None and mask == select.EPOLLIN and not (self._events or is_taken):
+            data = stream.read_first()
+            if data and self.known(link, data):
+                stream.received[2].clear()
+                return
         if stream.out:
             self._events += map(Released, stream.flush())
             if not is_taken:

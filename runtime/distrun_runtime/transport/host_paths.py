@@ -16,7 +16,7 @@ import contextlib
 import json
 import struct
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any
 
@@ -252,14 +252,15 @@ class BulkTransport:
                         inbox[place] = self._whole(link, frames)
         return inbox
 
-    def pour(self, sink: Sink) -> None:
-        """Give `sink` each message, whole, that comes on a direct connection while there are no events before it."""
+    def pour(self, sink: Sink, known: Callable[[Link, bytes], bool]) -> None:
+        """Give `sink` each message, whole, that comes on a direct connection while there are no events before it; but
+        not what `known` takes as it comes."""
         if self.direct is not None:
-            self._sink, self.direct.sink = sink, self._sunk
+            self._sink, self.direct.sink, self.direct.known = sink, self._sunk, known
 
     def _sunk(self, link: Link, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
         begin = frames[0][:6]
-        if begin[:4] != MAGIC:
+        if begin != _CARRIED and begin[:4] != MAGIC:
             return self._sink(link, frames)
         if begin != _CARRIED or link not in self._proven:
             return frames

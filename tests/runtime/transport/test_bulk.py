@@ -132,7 +132,7 @@ def test_who_takes_messages_before_they_arrive_gets_them_whole(pair: Callable[..
     def sink(link: str, frames: Any) -> Any:
         return taken.append(frames) if frames[0] == b"known" else frames
 
-    one.acceptor.pour(sink)
+    one.acceptor.pour(sink, lambda link, data: False)
     for head in (b"known", b"odd"):
         one.opener.send("server-0", [head, b"", bytes_of(one.array())])
     [arrived] = until(one.acceptor, has(Arrived), one.opener)

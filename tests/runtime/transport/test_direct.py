@@ -146,7 +146,7 @@ def test_messages_over_tcp_that_come_in_pieces_of_any_size_are_not_waited_for_in
 
 
 def _table(frames: list[bytes]) -> bytes:
-    return direct._table_of(tuple(map(len, frames)))[0]
+    return direct.form_of(frames)[0]
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
@@ -429,7 +429,8 @@ def test_a_long_message_that_was_received_by_an_interrupted_thread_is_no_end(mon
 
     with monkeypatch.context() as patched:
         patched.setattr(direct._LongMessage, "whole", interrupted)
-        other.send([b"head", b"", payload])
+        frames = [b"head", b"", payload]
+        other.send(frames, direct.form_of(frames))
         with pytest.raises(KeyboardInterrupt):
             while True:
                 stream.read()
@@ -448,7 +449,7 @@ def test_both_sides_see_the_end_if_the_kernel_takes_nothing_more(pair: Callable[
     def full(buffers: Any) -> int:
         raise OSError(errno.ENOBUFS, "no buffer space available")
 
-    one.opener._streams["server-0"]._sendmsg = full
+    one.opener._streams["server-0"].sendmsg = full
     one.opener.send("server-0", [b"lost", b""])
     assert has(Down)(until(one.acceptor, has(Down)))
     assert has(Down)(until(one.opener, has(Down)))
@@ -597,6 +598,46 @@ def test_what_is_taken_is_no_event_and_the_poll_goes_on(pair: Callable[..., Pair
     [arrived] = one.acceptor.poll(DEADLINE_S)  # in one wait: what was taken brought the next message
     assert taken == [b"known", b"known again"]
     assert frames_of(arrived) == [b"odd", b"", b"seen"]
+
+
+def test_what_is_known_as_it_is_received_is_no_event_and_all_else_arrives(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    known = [b"known", b"", b"12345678"]
+    whole, given = direct.form_of(known)[0] + b"".join(known), list[bytes]()
+
+    def taken(link: str, data: bytes) -> bool:
+        given.append(data)
+        return data == whole
+
+    one.acceptor.sink, one.acceptor.known = lambda link, frames: frames, taken
+    for _ in range(2):
+        one.opener.send("server-0", known)
+        assert one.acceptor.poll(0.0) == []
+    connection = one.opener._streams["server-0"].connection
+    connection.sendall(whole[:20])
+    assert one.acceptor.poll(0.0) == []
+    connection.sendall(whole[20:] + whole)
+    events = until(one.acceptor, has(Arrived, 2), one.opener)
+    assert [frames_of(event) for event in events] == [known, known]
+    assert given == [whole, whole, whole[:20]]  # nothing behind a part
+    one.opener.close()
+    assert has(Down)(until(one.acceptor, has(Down)))
+
+
+def test_what_was_made_before_is_sent_at_once_and_else_behind_what_waits(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    made = [b"made", b"", bytes(50_000)]
+    leases = []
+    while not leases or leases[-1] is COPIED:
+        leases.append(one.acceptor.send_made(one.link, made, direct.form_of(made)))
+    leases.append(one.acceptor.send_made(one.link, [b"last", b""], direct.form_of([b"last", b""])))
+    assert not any(lease.is_over for lease in leases[-2:])
+    events = until(one.opener, has(Arrived, len(leases)), one.acceptor)
+    came = [frames_of(event) for event in events if isinstance(event, Arrived)]
+    assert came == [*[made] * (len(leases) - 1), [b"last", b""]]
+    assert all(lease.is_over for lease in leases)
 
 
 def test_nothing_is_taken_before_what_arrived_earlier(pair: Callable[..., Pair]) -> None:
