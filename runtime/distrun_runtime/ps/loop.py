@@ -76,9 +76,6 @@ class _Hold:
     events: deque[Arrived | Down] = field(default_factory=deque)
 
 
-SendSmall = Callable[[str, Sequence[Buffer], Form], Lease]
-
-
 class KnownMessages(Protocol):
     """Returns what follows from a message at a time; None: its bytes are not known (`ps.steady`)."""
 
@@ -86,7 +83,7 @@ class KnownMessages(Protocol):
         """For its frames."""
 
     def take_bytes(self, link: str, data: bytes, now: float) -> list[role.Action] | None:
-        """For what has come of a connection, which may be more or less than a message."""
+        """For what was received from a link at once, which may be more or less than a message."""
 
 
 class Loop:
@@ -125,7 +122,8 @@ class Loop:
         self._unknown: Sequence[Buffer] = ()
         """The message that `take` has not taken."""
         self._publish = publish
-        self.send_small: SendSmall = lambda link, frames, form: transport.send(link, frames)
+        self.send_small: Callable[[str, Sequence[Buffer], Form], Lease]
+        self.send_small = lambda link, frames, form: transport.send(link, frames)
         """Sends a message of which no frame goes by another path than the direct connection (`transport.direct`)."""
         self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
@@ -133,7 +131,8 @@ class Loop:
         self._turn = turn or nullcontext()
         self._take_over = take_over
         self._gates: dict[str, _Gate] = {}
-        self._asked: deque[role.Event] = deque()
+        self.asked: deque[role.Event] = deque()
+        """What the process's own threads want, and the loop has not heard yet."""
         self._later: deque[tuple[role.Work, str | None, Message | None]] = deque()
         """Work that the engine has not reported yet, in order, each with the message that it follows from."""
         self._holds: dict[str, _Hold] = {}
@@ -145,17 +144,12 @@ class Loop:
 
     def ask(self, what: object) -> None:
         """Hand in what the process's own threads want. Threads: any."""
-        self._asked.append(role.CallSubmitted(what))
+        self.asked.append(role.CallSubmitted(what))
         self._transport.wake()
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether something was asked that the loop has not heard yet."""
-        return bool(self._asked)
 
     def unheard(self) -> list[object]:
         """Return what was asked too late. Call it when `run` has ended."""
-        left, self._asked = self._asked, deque()
+        left, self.asked = self.asked, deque()
         return [event.what for event in left if isinstance(event, role.CallSubmitted)]
 
     @property
@@ -165,7 +159,7 @@ class Loop:
 
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
-        self._asked.append(role.SignalReceived(signal))
+        self.asked.append(role.SignalReceived(signal))
         self._transport.wake()
 
     def run(self) -> role.Finish:
@@ -192,8 +186,8 @@ class Loop:
                 # The role is told, once, that the engine cannot use its device any more.
                 self._is_failing = True
                 self._decide(role.Failing(str(self._engine.failed)))
-            while self._asked:
-                self._decide(self._asked.popleft())
+            while self.asked:
+                self._decide(self.asked.popleft())
             now = self._clock()
             self._perform(self._role.tick(now))
             if self.metrics is not None:
@@ -511,23 +505,16 @@ class Loop:
         return self._send_frames(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
 
     def _send_made(self, action: role.SendFrames) -> None:
-        if action.form is None:
-            lease = self._send_frames(action.link, action.frames)
-        else:
-            try:
-                lease = self.send_small(action.link, action.frames, action.form)
-            except ConnectionError as err:
-                logger.debug("send to %s failed: %s", action.link, err)
-                return
+        lease = self._send_frames(action.link, action.frames, action.form)
         if lease is not COPIED and lease is not None and action.lent and not lease.is_over:
             assert self._engine is not None
             kept = ReplyValues(*action.lent)
             kept.keep()
             self._engine.sent((kept,), lease)
 
-    def _send_frames(self, link: str, frames: Sequence[Buffer]) -> Lease | None:
+    def _send_frames(self, link: str, frames: Sequence[Buffer], form: Form | None = None) -> Lease | None:
         try:
-            return self._transport.send(link, frames)
+            return self._transport.send(link, frames) if form is None else self.send_small(link, frames, form)
         except ConnectionError as err:
             logger.debug("send to %s failed: %s", link, err)
             return None

@@ -344,16 +344,17 @@ class Portion:
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
-        give_way(self.size * self.dtype.itemsize)
         if self._only is not None and len(payloads) == 1:
             item, shape = self._only
             payload = readable(payloads[0]) if IN_USE else payloads[0]
             value = np.frombuffer(payload, self.dtype).reshape(shape)
             if self.size > RELEASED:
+                give_way(value.nbytes)
                 copy(value, outs[item])
             else:
                 outs[item][...] = value
             return
+        give_way(self.size * self.dtype.itemsize)
         given = _Elements(payloads, self.dtype)
         large: list[tuple[Array, Array]] = []
         for part in self.parts:

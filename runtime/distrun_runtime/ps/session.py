@@ -118,14 +118,18 @@ class CallUnderWay:
 
     begun = 0
     """How many were sent, or are being sent."""
-    as_request: Callable[[], Asked]
-    """What is asked if they are left, and who is told of the request."""
-    tell: Callable[[NodeRequest], object]
     ask: Ask | None = None
     is_done = False
     """All answers were taken."""
 
-    def __init__(self, sends: PlannedSends, links: tuple[str, ...], first: int) -> None:
+    def __init__(
+        self,
+        sends: PlannedSends,
+        links: tuple[str, ...],
+        first: int,
+        as_request: Callable[[], Asked],
+        tell: Callable[[NodeRequest], object],
+    ) -> None:
         self.sends = sends
         self.links = links
         """Each once."""
@@ -133,6 +137,10 @@ class CallUnderWay:
         """Of shared memory that was read when the answers are here."""
         self.first = first
         """Number of the first message."""
+        self.as_request = as_request
+        """What is asked if they are left."""
+        self.tell = tell
+        """Is told of the request then."""
 
 
 class NodeSession:
@@ -340,7 +348,7 @@ class NodeSession:
         sends: PlannedSends,
         as_request: Callable[[], Asked],
         begun: Callable[[NodeRequest], object],
-        sent: Callable[[], object] = lambda: None,
+        sent: Callable[[], object] | None = None,
         *,
         waits: bool = True,
     ) -> list[Sequence[Buffer]] | NodeRequest | CallUnderWay:
@@ -379,26 +387,28 @@ class NodeSession:
                 try:
                     if turn.is_asked_for:
                         turn.begin()
-                    exchange = self._reserve(sends)
+                    exchange = self._reserve(sends, as_request, begun)
                     if exchange is not None:
                         self._calls += 1
-                        exchange.as_request, exchange.tell = as_request, begun
                         return self._carry_out(exchange, sent, waits)
                 finally:
                     turn.owner = 0
         request = self.ask(*as_request(), commitment=sends, begun=begun)
-        sent()
+        if sent is not None:
+            sent()
         return request
 
-    def _reserve(self, sends: PlannedSends) -> CallUnderWay | None:
+    def _reserve(
+        self, sends: PlannedSends, as_request: Callable[[], Asked], tell: Callable[[NodeRequest], object]
+    ) -> CallUnderWay | None:
         """Return what the calling thread may do by itself; None: it is the node's thread's to do."""
         assert self._direct is not None
         links = (sends[0].link,) if len(sends) == 1 else tuple(dict.fromkeys(send.link for send in sends))
-        is_taken = self._exchange is not None or self._loop.is_asked
-        if self._is_closed or is_taken or not all(map(self._direct.is_open, links)):
+        is_taken = self._is_closed or self._exchange is not None or self._loop.asked
+        if is_taken or not all(map(self._direct.is_open, links)):
             return None
         first = self.worker.reserve(len(sends))
-        return CallUnderWay(sends, links, first) if first else None
+        return CallUnderWay(sends, links, first, as_request, tell) if first else None
 
     def finish(self, exchange: CallUnderWay, *, waits: bool = True) -> list[Sequence[Buffer]] | NodeRequest:
         """Receive the answers of an `exchange` that did not wait; with waits=False, only make it a request.
@@ -407,7 +417,8 @@ class NodeSession:
             StoreClosed: as `ask`.
             KeyboardInterrupt: as `exchange`.
         """
-        self.check()
+        if self._is_over or own_pid() != self._pid:
+            self.check()
         turn, me = self._turn, threading.get_ident()
         assert turn is not None
         if turn.owner == me:
@@ -420,7 +431,7 @@ class NodeSession:
                 if turn.is_asked_for:
                     turn.begin()
                 if self._exchange is exchange:
-                    return self._receive(exchange) if waits and not self._loop.is_asked else self._hand_over(exchange)
+                    return self._receive(exchange) if waits and not self._loop.asked else self._hand_over(exchange)
             except BaseException:
                 self._leave(exchange)
                 raise
@@ -447,7 +458,7 @@ class NodeSession:
         turn.give_away()
 
     def _carry_out(
-        self, exchange: CallUnderWay, sent: Callable[[], object], waits: bool
+        self, exchange: CallUnderWay, sent: Callable[[], object] | None, waits: bool
     ) -> list[Sequence[Buffer]] | NodeRequest | CallUnderWay:
         # A signal handler may raise anywhere here. What `_exchange` has is enough for the node's thread to go on.
         assert self._paths is not None
@@ -467,7 +478,8 @@ class NodeSession:
                 lease = self._paths.send(send.link, send.frames)
                 if send.is_read and isinstance(lease, SharedLease):
                     exchange.leases.append(lease)
-            sent()
+            if sent is not None:
+                sent()
             if waits:
                 return self._receive(exchange)
             return exchange if self._direct.has_sent(exchange.links) else self._hand_over(exchange)

@@ -2,7 +2,8 @@
 
 In training, a worker sends the same messages in every step. In their heads only the number of the request and the round
 differ. What all the rest leads to is worked out when such a message has come twice, and kept (`_Steps`). From then on
-the message is known by a look-up and a comparison.
+the message is known by a look-up and a comparison: a small contribution to one key even before what was received is
+cut into frames (`take_bytes`).
 
 Known messages of a round are kept (`Server.kept`) until its last contribution comes: then they are one sum, and answers
 whose heads were made before and refer to the arenas. If anything else happens before, the server first decides on what
@@ -59,10 +60,12 @@ _ROUND_AT: int = wire.ENTRY.fields["round"][1]  # type: ignore[index]
 _ONE, _ROUND = slice(_NEXT, _HEAD + _ROUND_AT), slice(_HEAD + _ROUND_AT, _HEAD + wire.ENTRY.itemsize)
 """With one entry: all between the number and the round, and that."""
 _TABLE = len(form_of([b""] * 3)[0])
-"""Bytes of the table before a message of three frames."""
-_HEAD_THERE, _NUMBER_THERE = slice(_TABLE, _TABLE + _ROUND.stop), _TABLE + wire.NUMBER_AT
-_STORE_THERE, _ONE_THERE, _ROUND_THERE = (slice(_TABLE + a.start, _TABLE + a.stop) for a in (_STORE, _ONE, _ROUND))
-"""Places in such a message with one entry."""
+"""Bytes of the table that a message of three frames is received with."""
+_HEAD_RECEIVED, _NUMBER_RECEIVED = slice(_TABLE, _TABLE + _ROUND.stop), _TABLE + wire.NUMBER_AT
+_STORE_RECEIVED, _ONE_RECEIVED, _ROUND_RECEIVED = (
+    slice(_TABLE + a.start, _TABLE + a.stop) for a in (_STORE, _ONE, _ROUND)
+)
+"""Places in such a message, with its table, if it has one entry."""
 _ROWS, _CODEC_AT = bytes([ROWS]), _HEAD + wire.ENTRY.fields["codec"][1]  # type: ignore[index]
 """Of the first entry its codec."""
 _FIXED = np.dtype({"names": ["fixed"], "formats": [f"V{_ROUND_AT}"], "itemsize": wire.ENTRY.itemsize})
@@ -197,15 +200,14 @@ class Steady:
             is_usual = self._server.is_usual(link, steps.rank, steps.batch, steps.bucket)
             if not is_usual or self._engine.is_profiled:
                 if not self._server.is_named(steps.rank, steps.batch, steps.bucket):
-                    # The number is another bucket's now.
-                    _drop(values, [name] if steps.form is None else [name, _name_there(name, steps.form)])
+                    _drop(values, [name])  # the number is another bucket's now
                 return None
             steps.version = self._server.version
             steps.lags = None if steps.kind is PULL else self._server.lags_of(steps.batch)
         subset = steps.subset
         progress = subset.progress
-        is_its_own = bool(progress.kept) or subset.has(values.store.progress, progress.number)
         message = _KeptMessage(steps, head, frames[2:], number, now)
+        is_its_own = bool(progress.kept) or subset.has(values.store.progress, progress.number)
         if not (is_its_own and progress.version == steps.version):
             if self._kept and (others := self._keeping(subset, values)):
                 return self._pull_of_some(others, message)
@@ -214,22 +216,22 @@ class Steady:
         return self._pull(values, message) if steps.kind is PULL else self._push(values, message)
 
     def take_bytes(self, link: str, data: bytes, now: float) -> Actions | None:
-        """As `take`, for what has come of a connection: one message, with its table, whose steps are small."""
-        values = self._values.get(int.from_bytes(data[_STORE_THERE], "little"))
+        """As `take`, for what was received from a link at once: a message with a `_Steps.form`, and nothing else."""
+        values = self._values.get(int.from_bytes(data[_STORE_RECEIVED], "little"))
         if values is None or self._server.gone:
             return None
-        steps = values.plans.get((link, data[:_NUMBER_THERE], data[_ONE_THERE]))
+        steps = values.plans.get((link, data[:_NUMBER_RECEIVED], data[_ONE_RECEIVED]))
         if steps is None or steps.form[1] != len(data) or steps.version != self._server.version:
             return None
         subset, row, store = steps.subset, steps.row, values.store
-        progress, number = subset.progress, int.from_bytes(data[_ROUND_THERE], "little")
+        progress, number = subset.progress, int.from_bytes(data[_ROUND_RECEIVED], "little")
         is_its_own = bool(progress.kept) or store.progress.item(subset.first) == progress.number
         is_in_step = progress.version == steps.version and number == progress.done + 1 and row not in progress.came
         if not (is_its_own and is_in_step) or values.rule is not None or values.lending or progress.side < 0:
             return None
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
-        head, payload = data[_HEAD_THERE], memoryview(data)[_HEAD_THERE.stop :]
+        head, payload = data[_HEAD_RECEIVED], memoryview(data)[_HEAD_RECEIVED.stop :]
         parts = [np.frombuffer(payload, steps.dtype)]
         progress.version = -1  # until all is done
         if len(progress.came) < len(store.last) - 1:
@@ -257,9 +259,9 @@ class Steady:
         steps = self._worked_out(values, link, frames) if times > 1 and not times & (times - 1) else None
         values.plans[name] = steps or times
         if steps is not None and steps.form is not None:
-            there = _name_there(name, steps.form)
-            values.plans[there] = steps
-            values.plan_bytes += _bytes_of(there, steps)
+            received = _received_name(name, steps.form)
+            values.plans[received] = steps
+            values.plan_bytes += _bytes_of(received, steps)
         values.plan_bytes += _bytes_of(name, steps) - (_bytes_of(name, times) if times > 1 else 0)
         return steps
 
@@ -296,9 +298,8 @@ class Steady:
         is_whole = not any(size % DTYPES[codes[0]].itemsize for size in sizes)
         has_its_values = bool(sizes) == (message.kind is not PULL)
         are_dense_sums = not (store.row_size[batch.shards].any() or store.op[batch.shards].any())
-        if not (are_alike and is_packed and is_whole and has_its_values and are_dense_sums):
-            return None
-        if message.step and bucket is None:
+        has_its_step = bucket is not None or not message.step
+        if not (are_alike and is_packed and is_whole and has_its_values and has_its_step and are_dense_sums):
             return None
         subset = self._shard_set(values, batch.shards, sizes)
         if not subset.size:
@@ -312,13 +313,10 @@ class Steady:
         about = role.Batch(store, batch.shards, replace(batch.message, entries=NO_ENTRIES), NO_ENTRIES)
         answer = head[_FRONT], head[_NEXT : _ROUND.start] if len(answered) == 1 else head[_LISTED]
         kind, dtype = message.kind, DTYPES[subset.code]
-        is_one = len(entries) == len(subset.layout.runs) == len(sizes) == 1 and kind is PUSHPULL
-        is_small = is_one and subset.size < LONG_BYTES and work_dtype(dtype) == dtype
-        form = form_of([head, b"", *message.payloads]) if is_small else None
-        return _Steps(
-            *(link, rank, about, first, bucket, subset, row, entries.copy(), answered, answer, kind),
-            *(dtype, form),
-        )
+        is_small = len(entries) == len(sizes) == 1 and bucket is None and kind is PUSHPULL and subset.size < LONG_BYTES
+        form = form_of(frames) if is_small and work_dtype(dtype) == dtype else None
+        made = entries.copy(), answered, answer, kind, dtype, form
+        return _Steps(link, rank, about, first, bucket, subset, row, *made)
 
     def _shard_set(self, values: Values, shards: Array, sizes: Sequence[int]) -> ShardSet:
         """Return the one object for shards that come in frames of some sizes; those that are pulled, as in one."""
@@ -476,8 +474,8 @@ def _fixed_in(head: bytes) -> bytes:
     return np.frombuffer(head[_HEAD:whole], _FIXED)["fixed"].tobytes()
 
 
-def _name_there(name: tuple[Any, ...], form: Form) -> tuple[Any, ...]:
-    """Return the name of a message with its table (`Steady.take_bytes`), by its name and its form."""
+def _received_name(name: tuple[Any, ...], form: Form) -> tuple[Any, ...]:
+    """Return the name by which `take_bytes` finds a message, by that of its frames and its form."""
     link, front, one, *_ = name
     return link, form[0] + front, one
 

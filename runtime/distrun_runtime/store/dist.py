@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import compress
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import numpy as np
@@ -253,7 +253,7 @@ PULLED_NEXT_AGAIN = 16
 """As many more are wanted once it did not follow."""
 LAST = -(2**31)
 """The lowest priority."""
-_RELEASE = methodcaller("release")
+_RELEASE, _IS_DONE = methodcaller("release"), attrgetter("is_done")
 
 
 def create_dist(
@@ -543,9 +543,9 @@ class DistBackend(StoreBackend):
         """
         if keys.has_rows or self.compresses or keys.size_bytes >= SMALL_CALL_BYTES:
             return False
-        if any(not request.is_done for request in self._open):
+        if not is_push and self._gathering.count:
             return True
-        return not is_push and (self._gathering.count > 0 or any(not request.is_done for request in self._asked))
+        return not all(map(_IS_DONE, self._open if is_push else [*self._open, *self._asked]))
 
     def _flush(self) -> None:
         """Send the small calls that were kept."""
@@ -580,7 +580,7 @@ class DistBackend(StoreBackend):
         try:
             held += compress((self._lock,), map(self._lock.acquire, (True,)))
             plan = self._plans.find(kind, key, priority, scale)
-            if plan is None or not self._link.plans:
+            if plan is None or self._node.recorder.is_on:
                 return None
             self.lifetime.check()
             self.lifetime.late.raise_first()
@@ -598,7 +598,7 @@ class DistBackend(StoreBackend):
         keys, ahead = plan.keys, self._ahead
         follows = kind is PULL and keys is self._pushed
         was_asked_ahead = bool(ahead) and follows
-        comes_after_others = ahead or self._expected or self._gathering.count or self._link.has_unanswered
+        comes_after_others = ahead or self._expected or self._gathering.count or self._link.unanswered
         if comes_after_others and not was_asked_ahead:
             return None  # Something is kept, or not answered.
         asks_ahead = kind is PUSH and keys.pulled_next >= PULLED_NEXT

@@ -88,8 +88,8 @@ class StoreLink:
         """What tells the scheduler until then which store is meant."""
         self.replaced: Callable[[], None] = lambda: None
         """Told when a later `create` takes the store's place."""
-        self._under_way: set[NodeRequest] = set()
-        """What was asked and is not answered."""
+        self.unanswered: set[NodeRequest] = set()
+        """What was asked and is not answered. The node's thread removes it."""
         self._lock = threading.Lock()
         self._calls = 0
         self._failed: set[int] = set()
@@ -117,11 +117,6 @@ class StoreLink:
     def plans(self) -> bool:
         """Whether calls may be made by plans: the store is that of all workers, and nothing is measured."""
         return self._group is None and not self.node.recorder.is_on and not self.node.stages.is_on
-
-    @property
-    def has_unanswered(self) -> bool:
-        """Whether anything that was asked is not answered."""
-        return bool(self._under_way)
 
     @property
     def is_unused(self) -> bool:
@@ -167,13 +162,13 @@ class StoreLink:
             requests.append(request)
 
     def _begun(self, request: NodeRequest) -> None:
-        self._under_way.add(request)
-        request.then(lambda error: self._under_way.discard(request))
+        self.unanswered.add(request)
+        request.then(lambda error: self.unanswered.discard(request))
 
     @property
     def under_way(self) -> list[NodeRequest]:
         """What was asked and is not answered."""
-        return list(self._under_way)
+        return list(self.unanswered)
 
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.
@@ -182,7 +177,7 @@ class StoreLink:
         """
         self.replaced = lambda: None  # What was to be told is let go.
         with suppress(StoreClosed):  # The process has left the job.
-            self.call("close", Kind.CLOSE, {}, after=list(self._under_way))
+            self.call("close", Kind.CLOSE, {}, after=list(self.unanswered))
 
     def scheduler(self, what: str, kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
         """Ask the scheduler and return what it answers."""

@@ -1095,8 +1095,10 @@ class CallBatch:
 
     def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:
         """Send what is here if the call has to come after it, or cannot share a message with it."""
-        names = [record.key for record in keys.records]
-        if self.count and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
+        has_to_wait = call.scale != self._scale
+        for kind in before:
+            has_to_wait = has_to_wait or not kind.names.isdisjoint(keys.keys)
+        if self.count and has_to_wait:
             self._flush()
         self._priority = max(self._priority, call.priority) if self.count else call.priority
         self._scale = call.scale
@@ -1105,7 +1107,7 @@ class CallBatch:
         gathered = BatchedCall(keys, call, self._flush)
         kind.keys.append(keys)
         kind.arrays += arrays
-        kind.names.update([record.key for record in keys.records])
+        kind.names.update(keys.keys)
         kind.waiting.append(gathered)
         self.count += 1
         self.size_bytes += keys.size_bytes
@@ -1122,7 +1124,7 @@ class CallBatch:
         """Return all keys as one selection; the same calls come in every step."""
         if len(keys) == 1:
             return keys[0]
-        names = tuple([record.key for each in keys for record in each.records])
+        names = tuple(chain.from_iterable([each.keys for each in keys]))
         found = self._known.get(names)
         if found is None:
             if self._known_keys > KNOWN_KEYS:

@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -128,17 +129,17 @@ def form_of(frames: Sequence[Buffer]) -> Form:
 
 
 @lru_cache(256)
-def _usual_places(table: bytes) -> tuple[list[tuple[slice, bool]], int]:
-    """Return where each frame is in a message that begins with this table, and whether it is to be copied (as in
-    `_parsed`); and the bytes of the message. Where it is the table of no message of few frames: none, and 0."""
+def _usual_frames(table: bytes) -> tuple[Callable[[memoryview], Sequence[Buffer]], int]:
+    """Return what cuts a message that begins with this table into its frames, and the bytes of the message; 0: cut it
+    otherwise. All but the first frame have to begin at multiples of 8 bytes."""
     (count,) = _COUNT.unpack_from(table)
-    if not 0 < count < _FEW or len(table) != _TABLES[count].size:
-        return [], 0
-    places, end = list[tuple[slice, bool]](), len(table)
+    if not 1 < count < _FEW or len(table) != _TABLES[count].size:
+        return lambda _: (), 0
+    ends = [len(table)]
     for size in _TABLES[count].unpack(table)[1:]:
-        begin, end = end, end + size
-        places.append((slice(begin, end), not places or begin % 8 != 0))
-    return places, end
+        ends.append(ends[-1] + size)
+    cut = itemgetter(*map(slice, ends, ends[1:]))
+    return cut, 0 if any(end % 8 for end in ends[1:-1]) else ends[-1]
 
 
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
@@ -232,7 +233,8 @@ class _DirectStream:
         self.received: tuple[list[Sequence[Buffer]], bytes, list[bytes], _LongMessage | None] = ([], b"", [], None)
         """Whole messages that were not taken (take one by removing it); bytes of an incomplete one, and those behind
         them that were not looked at; else an incomplete long one."""
-        self._is_tcp = connection.family != socket.AF_UNIX
+        self.read = self._read if connection.family == socket.AF_UNIX else self._read_from_afar
+        """Takes in what has come: whole messages and the end."""
         self._least = 1
         """How much has to have come over TCP before the kernel tells."""
         self.sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
@@ -267,15 +269,14 @@ class _DirectStream:
                 self.out.popleft()
         return over
 
-    def read(self) -> None:
-        """Take in what has come: whole messages and the end. Of a long message more is waited for at once."""
+    def _read_from_afar(self) -> None:
+        """As `_read`; of a long message more is waited for at once."""
         self._read()
-        if self._is_tcp:
-            long = self.received[3]
-            least = 1 if long is None else min(len(long.target) - sum(long.counts), TOLD_BYTES)
-            if least != self._least:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
-                self._least = least
+        long = self.received[3]
+        least = 1 if long is None else min(len(long.target) - sum(long.counts), TOLD_BYTES)
+        if least != self._least:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
 
     def read_first(self) -> bytes:
         """Take in what has come, if nothing came before that was not taken, and return it as it is; else nothing.
@@ -336,9 +337,10 @@ class _DirectStream:
         """
         view, length = memoryview(data), len(data)
         if length > _TABLES[-1].size:
-            places, size = _usual_places(data[: _TABLES[data[0] % _FEW].size])
+            cut, size = _usual_frames(data[: _TABLES[data[0] % _FEW].size])
             if size == length:  # one message has come: nearly always
-                return [*messages, [data[at] if is_copied else view[at] for at, is_copied in places]], b"", [], None
+                head, *rest = cut(view)
+                return [*messages, [bytes(head), *rest]], b"", [], None
         messages, at = [*messages], 0
         while length - at >= 8:
             (count,) = _COUNT.unpack_from(data, at)
