@@ -76,12 +76,13 @@ PS_PORT = "ps"
 """Labels of the ports that agents hold for foreign programs."""
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
-LARGE_COPIES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+COPIES = "glibc.cpu.x86_non_temporal_threshold=0x100000:glibc.cpu.x86_rep_movsb_threshold=0x10000000"
 """Has the C library write copies of 1 MiB and more past the caches: what is overwritten is not read first.
 
 A model's gradients and weights do not fit into the caches. glibc's own threshold is 3/4 of the last cache; a virtual
-machine reports all of its host's, such as 260 MiB, so that no copy reaches it. Other C libraries and processors ignore
-the variable."""
+machine reports all of its host's, such as 260 MiB, so that no copy reaches it. And smaller copies are not made by the
+instruction `rep movsb`: where another core has just written what is read, it takes three times as long on AMD's Zen 3
+(glibc 2.39 does not use it there: its bug 30994). Other C libraries and processors ignore the variable."""
 
 
 class PlannedJob(NamedTuple):
@@ -437,7 +438,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     env = {**_identity(slot, layout, setup), **_parameter_server(request, slot, layout), **layout.tuning}
     defaults = {"PYTHONUNBUFFERED": "1"}
     if slot.role == WORKER and request.has_bundled_servers:
-        defaults["GLIBC_TUNABLES"] = LARGE_COPIES
+        defaults["GLIBC_TUNABLES"] = COPIES
     env.update((name, value) for name, value in defaults.items() if name not in users and name not in setup.inherited)
     is_ours = slot.role != WORKER and request.ps == BUNDLED
     if is_ours and slot.role == SERVER and request.server_imports:

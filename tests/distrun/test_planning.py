@@ -367,7 +367,7 @@ def test_unbuffered_unless_the_user_says_otherwise() -> None:
 
 def test_workers_that_use_bundled_servers_copy_large_arrays_past_the_caches_unless_the_user_says_otherwise() -> None:
     plan, _ = make()
-    assert added(plan, "worker-1")["GLIBC_TUNABLES"] == plans.LARGE_COPIES
+    assert added(plan, "worker-1")["GLIBC_TUNABLES"] == plans.COPIES
     assert "GLIBC_TUNABLES" not in added(plan, "server-0")
     for how in ({"servers": 0}, {"ps": requests.COMMAND}, {"setup": {"inherited": {"GLIBC_TUNABLES": "a=1"}}}):
         assert "GLIBC_TUNABLES" not in added(make(**how)[0], "worker-0")  # type: ignore[arg-type]

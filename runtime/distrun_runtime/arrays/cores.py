@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, copy
+from distrun_runtime.arrays.dtypes import Array, cached_pieces, copy, copy_fresh
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import RuntimeFault
 
@@ -286,17 +286,22 @@ SHARED = Threads()
 """Those that copy."""
 
 
-def copy_all(pairs: Sequence[tuple[Array, Array]]) -> None:
-    """Copy the elements of flat arrays to others: pairs of source and target, each of one length; all of one dtype."""
+def copy_all(pairs: Sequence[tuple[Array, Array]], *, are_fresh: bool = False) -> None:
+    """Copy the elements of flat arrays to others: pairs of source and target, each of one length; all of one dtype.
+
+    Arguments:
+        are_fresh: as of `dtypes.copy_fresh`.
+    """
     nbytes = sum(source.nbytes for source, _ in pairs)
     if not SHARED.shares(nbytes):
         for source, target in pairs:
-            copy(source, target)
+            (copy_fresh if are_fresh else copy)(source, target)
         return
 
     def work(number: int, run: slice) -> None:
         source, target = pairs[number]
-        target[run] = source[run]
+        for piece in cached_pieces(run, source.itemsize) if are_fresh else (run,):
+            target[piece] = source[piece]
 
     SHARED.share([source.size for source, _ in pairs], work, pairs[0][0].itemsize)
 

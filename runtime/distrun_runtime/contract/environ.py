@@ -215,7 +215,7 @@ _PYTHON = (
     _gives("PYTHONPATH", "The bundled runtime is put in front of your value.", stale=False),
     _gives(
         "GLIBC_TUNABLES",
-        "Workers with bundled servers, unless you set it: copies of 1 MiB and more skip the caches. Empty: off.",
+        "Workers with bundled servers, unless you set it: how the C library copies. Empty: off.",
         stale=False,
     ),
 )

@@ -24,7 +24,7 @@ import numpy as np
 
 from distrun_runtime.arrays.cores import copy_all, give_way
 from distrun_runtime.arrays.device import DeviceArray
-from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
+from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy, copy_fresh
 from distrun_runtime.arrays.gpu_frames import IN_USE, array_of, readable
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
@@ -350,7 +350,7 @@ class Portion:
             value = np.frombuffer(payload, self.dtype).reshape(shape)
             if self.size > RELEASED:
                 give_way(value.nbytes)
-                copy(value, outs[item])
+                copy_fresh(value, outs[item])
             else:
                 outs[item][...] = value
             return
@@ -369,11 +369,11 @@ class Portion:
                 block = flat[begin : begin + count * size].reshape((count, *shape))
                 if size > RELEASED:
                     for item, values in zip(part.items[first:last], block, strict=True):
-                        copy(values, outs[item])
+                        copy_fresh(values, outs[item])
                 else:
                     for item, values in zip(part.items[first:last], block, strict=True):
                         outs[item][...] = values
-        copy_all(large)
+        copy_all(large, are_fresh=True)
 
 
 def run_of(places: Array) -> slice | Array:

@@ -209,6 +209,15 @@ def test_beside_a_backward_half_of_the_threads_are_used() -> None:
     assert threads.count() == 5
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_fresh_is_copied_whole_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(cores, "SHARED", Threads(threads))
+    sources = [np.arange(size, dtype=np.float32) for size in (3 << 20, 5, 1 << 20)]
+    targets = list(map(np.zeros_like, sources))
+    cores.copy_all(list(zip(sources, targets, strict=True)), are_fresh=True)
+    assert all(map(np.array_equal, targets, sources))
+
+
 def test_a_forked_child_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "SHARED", Threads(3))
     source = np.arange(3 << 20, dtype=np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays.dtypes import BFLOAT16, NAMES, is_float, name_of, narrow, parse, widen, work_dtype
+from distrun_runtime.arrays.dtypes import (
+    BFLOAT16,
+    CACHED_BYTES,
+    NAMES,
+    cached_pieces,
+    copy_fresh,
+    is_float,
+    name_of,
+    narrow,
+    parse,
+    widen,
+    work_dtype,
+)
 
 FLOAT16 = np.dtype(np.float16)
 Array = npt.NDArray[Any]
@@ -154,3 +167,25 @@ def test_small_numbers_raise_no_floating_point_exception_one_by_one() -> None:
     """Each of them is what made numpy's cast slow."""
     with np.errstate(all="raise"):
         narrow(np.full(1000, 1.1e-6, np.float32), FLOAT16)
+
+
+@given(st.integers(0, 1 << 20), st.integers(0, 5 * CACHED_BYTES), st.sampled_from([1, 2, 4, 8]))
+def test_pieces_make_up_the_run_and_are_small_enough_for_the_caches_but_not_smaller_than_half(
+    begin: int, size: int, itemsize: int
+) -> None:
+    pieces = list(cached_pieces(slice(begin, begin + size), itemsize))
+    assert pieces[0].start == begin
+    assert pieces[-1].stop == begin + size
+    assert all(one.stop == other.start for one, other in pairwise(pieces))
+    sizes = [(piece.stop - piece.start) * itemsize for piece in pieces]
+    assert max(sizes) <= CACHED_BYTES
+    assert len(sizes) == 1 or min(sizes) >= CACHED_BYTES // 2 - itemsize
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, CACHED_BYTES // 3)])
+@pytest.mark.parametrize("step", [1, -1])
+def test_what_is_fresh_is_copied_whatever_its_size_and_strides(shape: tuple[int, ...], step: int) -> None:
+    source = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    target, there = np.zeros_like(source), (slice(None, None, step),) * len(shape)
+    copy_fresh(source[there], target[there])
+    assert np.array_equal(target, source)
