@@ -196,7 +196,7 @@ class WorkEngine:
 
         If it fails, the next Apply of these shards does.
         """
-        self._give_back()
+        self.give_back()
         give_way(of.size)
         try:
             return arithmetic.apply_alike(values, number, of, addends)
@@ -253,7 +253,7 @@ class WorkEngine:
                 self._wake()
 
     def _do(self, what: role.EngineWork) -> role.WorkDone:
-        self._give_back()
+        self.give_back()
         try:
             if self._recorder.is_on:
                 with self._recorder.span(type(what).__name__.lower(), "work", **_about(what)):
@@ -298,9 +298,9 @@ class WorkEngine:
             if lent is not None:
                 self._returned.append(lent)
         if lent is not None and not self.under_way:
-            self._give_back()  # There may be no more work, and they keep the arrays of their store.
+            self.give_back()  # There may be no more work, and they keep the arrays of their store.
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""
         if not self._out and not self._returned:
             return

@@ -227,8 +227,12 @@ class Steady:
         progress, number = subset.progress, int.from_bytes(data[_ROUND_RECEIVED], "little")
         is_its_own = bool(progress.kept) or store.progress.item(subset.first) == progress.number
         is_in_step = progress.version == steps.version and number == progress.done + 1 and row not in progress.came
-        if not (is_its_own and is_in_step) or values.rule is not None or values.lending or progress.side < 0:
+        if not (is_its_own and is_in_step) or values.rule is not None or progress.side < 0:
             return None
+        if values.lending:
+            self._engine.give_back()
+            if values.lending:
+                return None
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
         head, payload = data[_HEAD_RECEIVED], memoryview(data)[_HEAD_RECEIVED.stop :]

@@ -302,7 +302,7 @@ def role_of(server: History) -> Server:
 def state_of(server: History, *, has_sides: bool) -> dict[str, Any]:
     """Return all that a server keeps of its stores, but for what it does not have to remember."""
     decides, engine = role_of(server), engine_of(server)
-    engine._give_back()
+    engine.give_back()
     pulls = decides.pulls
     found: dict[str, Any] = {
         "counters": decides.counters(),
