@@ -333,7 +333,7 @@ def test_where_the_time_of_a_small_round_goes_is_shown_for_both_sides() -> None:
     assert re.search(r"^\| worker \| MainThread \| \d+ \| \d+ \|", result.stdout, re.MULTILINE)
     worker, server = result.stdout.partition("| server: function |")[::2]
     assert re.search(r"^\| `distrun_runtime/kvstore.py:\d+ KVStore.pushpull` \| 1.0 \|", worker, re.MULTILINE)
-    assert re.search(r"^\| `ps/steady.py:\d+ Steady.take` \|", server, re.MULTILINE)
+    assert re.search(r"^\| `ps/steady.py:\d+ Steady.take_bytes` \|", server, re.MULTILINE)
 
 
 def test_a_process_that_strace_cannot_follow_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
