@@ -135,7 +135,7 @@ def server_loop(
     if isinstance(transport, BulkTransport):
         transport.pour(loop.take, loop.take_bytes)
         if transport.direct is not None:
-            loop.send_small = transport.direct.send_made
+            loop.send_small = transport.direct.send
     return loop
 
 

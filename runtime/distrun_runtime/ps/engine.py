@@ -204,15 +204,15 @@ class WorkEngine:
             values.lose(number, of.shards, err, traceback.format_exc())
             return False
 
-    def completes_small(self, values: Values, number: int, of: ShardSet, addends: Sequence[Array]) -> bool:
+    def completes_small(self, values: Values, number: int, of: ShardSet, addends: Sequence[Sequence[Array]]) -> bool:
         """As `completes`, for few values of one run, without a rule, in the dtype that sums have, of which no reply
         reads any. numpy must not warn in this thread."""
         try:
-            [target] = values.targets(of, of.progress.side)
-            if len(addends) == 2:
-                np.add(addends[0], addends[1], target)
+            [parts], [target] = addends, values.targets(of, of.progress.side)
+            if len(parts) == 2:
+                np.add(parts[0], parts[1], target)
             else:
-                target[...] = addends[0]
+                target[...] = parts[0]
         except Exception as err:
             values.lose(number, of.shards, err, traceback.format_exc())
             return False

@@ -296,7 +296,7 @@ def serve(role: str) -> int:
     if isinstance(transport, BulkTransport):
         transport.pour(loop.take, loop.take_bytes)
         if transport.direct is not None:
-            loop.send_small = transport.direct.send_made
+            loop.send_small = transport.direct.send
     if environ.text("DISTRUN_METRICS_SOCKET"):
         reporting.offer_stacks()
         if isinstance(node, Server):

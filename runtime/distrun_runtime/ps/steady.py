@@ -233,22 +233,9 @@ class Steady:
             self._engine.give_back()
             if values.lending:
                 return None
-        if steps.lags is not None and steps.lags.wants(number, now):
-            self._server.sample((steps.rank,), steps.batch, (number,), now)
-        head, payload = data[_HEAD_RECEIVED], memoryview(data)[_HEAD_RECEIVED.stop :]
-        parts = [np.frombuffer(payload, steps.dtype)]
-        progress.version = -1  # until all is done
-        if len(progress.came) < len(store.last) - 1:
-            progress.add(values, subset, parts)
-            progress.came.add(row)
-            self._counters.bytes_in += subset.size
-            self._keep(progress, _KeptMessage(steps, head, [payload], number, now))
-            progress.version = steps.version
-            return []
-        [addends] = progress.addends(values, subset, parts)
-        if not self._engine.completes_small(values, number, subset, addends):
-            return None
-        return self._completed(values, steps, head, number)
+        payload = memoryview(data)[_HEAD_RECEIVED.stop :]
+        message = _KeptMessage(steps, data[_HEAD_RECEIVED], [payload], number, now)
+        return self._add(values, message, [np.frombuffer(payload, steps.dtype)], self._engine.completes_small)
 
     # What is known
 
@@ -365,7 +352,7 @@ class Steady:
 
     def _push(self, values: Values, message: _KeptMessage) -> Actions | None:
         """Take in a contribution to the round that is open."""
-        steps, head, payloads, number, now = message
+        steps, head, payloads, number, _ = message
         subset = steps.subset
         progress, row = subset.progress, steps.row
         if number != progress.done + 1 or row in progress.came:
@@ -377,20 +364,28 @@ class Steady:
         told: Actions = []
         if steps.kind is PUSH:
             told = [role.SendFrames(steps.link, [steps.answer[0] + head[_REQUEST] + bytes(12), b""])]
+        added = self._add(values, message, steps.parts_of(payloads), self._engine.completes)
+        return None if added is None else [*added, *told]
+
+    def _add(
+        self, values: Values, message: _KeptMessage, parts: list[Array], completes: Callable[..., bool]
+    ) -> Actions | None:
+        """Keep a contribution with its parts, or if it is the last one, do what `completes` the round."""
+        steps, head, _, number, now = message
+        subset, progress = steps.subset, steps.subset.progress
         if steps.lags is not None and steps.lags.wants(number, now):
             self._server.sample((steps.rank,), steps.batch, (number,), now)
         progress.version = -1  # until all is done
-        if not is_last:
-            progress.add(values, subset, steps.parts_of(payloads))
-            progress.came.add(row)
+        if len(progress.came) < len(values.store.last) - 1:
+            progress.add(values, subset, parts)
+            progress.came.add(steps.row)
             self._counters.bytes_in += subset.size
             self._keep(progress, message)
             progress.version = steps.version
-            return told
-        addends = progress.addends(values, subset, steps.parts_of(payloads))
-        if not self._engine.completes(values, number, subset, addends):
+            return []
+        if not completes(values, number, subset, progress.addends(values, subset, parts)):
             return None
-        return [*self._completed(values, steps, head, number), *told]
+        return self._completed(values, steps, head, number)
 
     def _completed(self, values: Values, steps: _Steps, head: bytes, number: int) -> Actions:
         """A round is over: note it, and answer those who wait for it; who sent the last contribution is the last."""

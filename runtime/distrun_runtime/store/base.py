@@ -179,7 +179,7 @@ class Selection:
 
         If not, they may fit all the same.
         """
-        if self.has_rows or not (type(arrays) is tuple or type(arrays) is list) or len(arrays) != len(self.shapes):
+        if self.has_rows or not (type(arrays) is tuple or type(arrays) is list) or len(arrays) != len(self.records):
             return False
         if len(arrays) == 1:
             one = arrays[0]

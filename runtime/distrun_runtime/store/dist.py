@@ -580,7 +580,7 @@ class DistBackend(StoreBackend):
         try:
             held += compress((self._lock,), map(self._lock.acquire, (True,)))
             plan = self._plans.find(kind, key, priority, scale)
-            if plan is None or self._node.recorder.is_on:
+            if plan is None or not self._link.plans:
                 return None
             self.lifetime.check()
             self.lifetime.late.raise_first()
@@ -946,7 +946,7 @@ class DistBackend(StoreBackend):
                 pushes.append(self._link.ask_servers("the end of pushes", Kind.RELEASE, after=pushes))
                 self._transfers.is_on_gpu = False
             numbers = {self._transfers.shards[key][0].key for key in keys}
-            pushes += [request for request in self._link.under_way if not numbers.isdisjoint(request.keys)]
+            pushes += [request for request in list(self._link.unanswered) if not numbers.isdisjoint(request.keys)]
         for request in pushes:
             try:
                 request.wait(self._link.limit_s)

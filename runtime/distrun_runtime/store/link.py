@@ -165,11 +165,6 @@ class StoreLink:
         self.unanswered.add(request)
         request.then(lambda error: self.unanswered.discard(request))
 
-    @property
-    def under_way(self) -> list[NodeRequest]:
-        """What was asked and is not answered."""
-        return list(self.unanswered)
-
     def close(self) -> None:
         """Say that this worker has closed the store, once all that it has asked for is answered.
 

@@ -167,10 +167,10 @@ class _Sending:
 
     __slots__ = ("buffers", "counts", "size")
 
-    def __init__(self, buffers: Sequence[Buffer], size: int, *counts: int) -> None:
+    def __init__(self, buffers: Sequence[Buffer], size: int) -> None:
         self.buffers = buffers
         self.size = size
-        self.counts = [*counts]
+        self.counts: list[int] = []
         """How many bytes each call has sent."""
 
     @property
@@ -237,7 +237,7 @@ class _DirectStream:
         """Takes in what has come: whole messages and the end."""
         self._least = 1
         """How much has to have come over TCP before the kernel tells."""
-        self.sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
+        self._sendmsg, self._recv, self._recv_into = connection.sendmsg, connection.recv, connection.recv_into
 
     def send(self, frames: Sequence[Buffer], form: Form) -> Lease:
         """Send a message, or queue what the socket does not take."""
@@ -254,17 +254,16 @@ class _DirectStream:
         over: list[Lease] = []
         while self.out:
             item = self.out[0]
-            counts = item.counts
-            buffers = item.left() if counts or len(item.buffers) > _BUFFERS else item.buffers
+            buffers = item.left() if item.counts or len(item.buffers) > _BUFFERS else item.buffers
             try:
-                counts.extend(map(self.sendmsg, (buffers,)))
+                item.counts.extend(map(self._sendmsg, (buffers,)))
             except BlockingIOError:
                 break
             except OSError:
                 # Part of a message may be lost. Both sides see the end; `read` tells it, behind what still arrives.
                 self._shut()
                 return [*over, *self._drop()]
-            if counts[0] == item.size or sum(counts) >= item.size:
+            if sum(item.counts) >= item.size:
                 over.append(item)
                 self.out.popleft()
         return over
@@ -589,10 +588,10 @@ class DirectTransport:
         polling thread waits for them again from its next `poll` on; if nothing wakes it, that is a tick of its loop."""
         self._pollers: dict[tuple[Link, ...], select.poll] = {}
         self._events: list[Event] = []
-        self.known: Callable[[Link, bytes], bool] | None = None
-        """Is given, before that, what one read has brought; whether it was one message and was taken."""
         self.sink: Sink | None = None
         """Is given each message that comes by stream while there are no events, and what it takes is none."""
+        self.known: Callable[[Link, bytes], bool] | None = None
+        """Is given, before that, what one read has brought; whether it was one message and was taken."""
 
     # The interface of a transport
 
@@ -633,22 +632,6 @@ class DirectTransport:
         if lease is not COPIED:
             self._watch(stream)
         return lease
-
-    def send_made(self, link: Link, frames: Sequence[Buffer], form: Form) -> Lease:
-        """Send a message of which `form_of` was asked before. For a thread that nothing interrupts."""
-        stream = self._streams.get(link)
-        if stream is not None and not stream.out:
-            try:
-                count = stream.sendmsg([form[0], *frames])
-            except OSError:  # `send` meets it again
-                count = 0
-            if count == form[1]:
-                return COPIED
-            if count:
-                stream.out.append(_Sending([form[0], *frames], form[1], count))
-                self._watch(stream)
-                return stream.out[0]
-        return self.send(link, frames)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them; what `sink` takes does not end the wait."""

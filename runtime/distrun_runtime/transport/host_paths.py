@@ -260,7 +260,7 @@ class BulkTransport:
 
     def _sunk(self, link: Link, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
         begin = frames[0][:6]
-        if begin != _CARRIED and begin[:4] != MAGIC:
+        if begin[:4] != MAGIC:
             return self._sink(link, frames)
         if begin != _CARRIED or link not in self._proven:
             return frames

@@ -449,7 +449,7 @@ def test_both_sides_see_the_end_if_the_kernel_takes_nothing_more(pair: Callable[
     def full(buffers: Any) -> int:
         raise OSError(errno.ENOBUFS, "no buffer space available")
 
-    one.opener._streams["server-0"].sendmsg = full
+    one.opener._streams["server-0"]._sendmsg = full
     one.opener.send("server-0", [b"lost", b""])
     assert has(Down)(until(one.acceptor, has(Down)))
     assert has(Down)(until(one.opener, has(Down)))
@@ -631,8 +631,8 @@ def test_what_was_made_before_is_sent_at_once_and_else_behind_what_waits(pair: C
     made = [b"made", b"", bytes(50_000)]
     leases = []
     while not leases or leases[-1] is COPIED:
-        leases.append(one.acceptor.send_made(one.link, made, direct.form_of(made)))
-    leases.append(one.acceptor.send_made(one.link, [b"last", b""], direct.form_of([b"last", b""])))
+        leases.append(one.acceptor.send(one.link, made, direct.form_of(made)))
+    leases.append(one.acceptor.send(one.link, [b"last", b""], direct.form_of([b"last", b""])))
     assert not any(lease.is_over for lease in leases[-2:])
     events = until(one.opener, has(Arrived, len(leases)), one.acceptor)
     came = [frames_of(event) for event in events if isinstance(event, Arrived)]
