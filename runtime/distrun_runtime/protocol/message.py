@@ -268,8 +268,11 @@ class SharedBody(dict[str, Any]):
         return f"{self._common.text[:-1]},{_text(self._own)[1:]}"
 
 
+_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
+
+
 def _text(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, separators=(",", ":"), sort_keys=True) if body else ""
+    return _json(body) if body else ""
 
 
 def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list[Buffer]:
@@ -403,10 +406,10 @@ def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
 
 
 def _body(frame: Buffer) -> Mapping[str, Any]:
-    text = bytes(frame)
-    if not text:
+    if not len(frame):
         return {}
     try:
+        text = str(frame, "utf-8")
         body = json.loads(text)
     except (ValueError, RecursionError) as err:
         raise WireError(f"message body is not JSON: {err}") from err

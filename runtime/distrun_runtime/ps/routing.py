@@ -172,6 +172,10 @@ class _Slice:
     end: int
     size: int
 
+    def of(self, arrays: Sequence[Any]) -> Any:
+        """Return the elements of it in arrays by place; a view if they are contiguous."""
+        return arrays[self.item].reshape(-1)[self.begin : self.end]
+
 
 _Placed = tuple[int, list["Buffer | list[_Small | _Slice]"]]
 """Of a message: how many elements are copied, and its frames; in place of some the parts that are copied."""
@@ -223,10 +227,12 @@ class Portion:
         self.at = run_of(self.items)
         self._frames = list[Buffer]()
         """The frame of `_copy`."""
-        small = self.parts[0] if len(self.parts) == 1 else None
-        is_only = isinstance(small, _Small) and len(small.items) == 1
-        self._only = (small.items[0], small.alike[0][3]) if isinstance(small, _Small) and is_only else None
+        only = self.parts[0] if len(self.parts) == 1 else None
+        is_small = isinstance(only, _Small) and len(only.items) == 1
+        self._only = (only.items[0], only.alike[0][3]) if isinstance(only, _Small) and is_small else None
         """If it carries one small value and nothing else: its place in the call, and its shape."""
+        self._run = only if isinstance(only, _Slice) else None
+        """If it carries one run of a larger value and nothing else."""
 
     @property
     def is_plain(self) -> bool:
@@ -304,8 +310,7 @@ class Portion:
         size, groups = 0, list[Buffer | list[_Small | _Slice]]()
         for part in self.parts:
             if isinstance(part, _Slice) and part.item in in_place.items:
-                flat = values[part.item].reshape(-1)[part.begin : part.end]
-                groups.append(np.ascontiguousarray(flat).view(np.uint8).data)
+                groups.append(np.ascontiguousarray(part.of(values)).view(np.uint8).data)
                 continue
             size += part.size
             if not (groups and isinstance(groups[-1], list)):
@@ -321,7 +326,7 @@ class Portion:
             if isinstance(part, _Small):
                 yield from (values[item].reshape(-1) for item in part.items)
             else:
-                yield values[part.item].reshape(-1)[part.begin : part.end]
+                yield part.of(values)
 
     def runs(
         self, payloads: Sequence[Buffer], *, is_there: bool = False
@@ -355,6 +360,10 @@ class Portion:
                 outs[item][...] = value
             return
         give_way(self.size * self.dtype.itemsize)
+        if self._run is not None and len(payloads) == 1:
+            value = np.frombuffer(readable(payloads[0]) if IN_USE else payloads[0], self.dtype)
+            copy_all([(value, self._run.of(outs))], are_fresh=True)
+            return
         given = _Elements(payloads, self.dtype)
         large: list[tuple[Array, Array]] = []
         for part in self.parts:
@@ -391,7 +400,7 @@ def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], targe
         if isinstance(part, _Small):
             _join(part, values, there)
         else:
-            large.append((values[part.item].reshape(-1)[part.begin : part.end], there))
+            large.append((part.of(values), there))
         at += part.size
     copy_all(large)
     return at

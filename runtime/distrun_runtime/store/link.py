@@ -20,7 +20,7 @@ from typing import Any
 from distrun_runtime.arrays.dtypes import Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Kind, Membership, Message, decode, encode
+from distrun_runtime.protocol.message import Kind, Membership, Message, encode
 from distrun_runtime.ps.role import SCHEDULER_LINK, NodeRequest, listed, ranks_text, tasks_of
 from distrun_runtime.ps.session import Asked, Commitment, NodeSession, PlannedSend, PlannedSends
 from distrun_runtime.ps.worker import EntriesOf
@@ -200,20 +200,39 @@ class StoreLink:
         return call.number, dict(reply.body)
 
     def begin(
-        self,
-        what: str,
-        kind: Kind,
-        number: int,
-        body: Mapping[str, Any],
-        after: Sequence[NodeRequest] = (),
-        *,
-        waits: bool = False,
+        self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[NodeRequest] = ()
     ) -> CollectiveCall:
-        """As `agree`, but without waiting for the answer; the call is made once `after` are done.
+        """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
+        held = self._left_waiting(kind, number, body)
+        return held or self._made(kind, number, body, self.call(what, kind, {**body, "number": number}, after))
 
-        Arguments:
-            waits: the answer may be waited for.
-        """
+    def meet(self, what: str, kind: Kind, number: int) -> CollectiveCall | None:
+        """As `begin`, but receive the answer in this thread if nothing else is in flight. None: it has come."""
+        if held := self._left_waiting(kind, number, {}):
+            return held
+        message = Message(kind, store=self.store, body={"number": number})
+        head, text = encode(message, self.node.sender)
+        frames: list[Buffer] = [bytearray(head), text]
+        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, frames, form_of(frames))])
+        begun: list[CollectiveCall] = []
+
+        def follow(request: NodeRequest) -> None:
+            self._begun(request)
+            begun.append(self._made(kind, number, {}, request))
+
+        try:
+            answers = self.node.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), follow)
+        except BaseException:
+            for call in begun:
+                self.leave(call)
+            raise
+        if isinstance(answers, list):
+            self.settled(number, True)
+            return None
+        return begun[0]
+
+    def _left_waiting(self, kind: Kind, number: int, body: Mapping[str, Any]) -> CollectiveCall | None:
+        """Return the same call, if its caller has stopped waiting for it before."""
         with self._lock:
             held, self.held = self.held, None
             if held is not None and (held.kind is Kind.JOIN or (held.kind, held.body) == (kind, body)):
@@ -222,38 +241,11 @@ class StoreLink:
                     return held
                 self.held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
-        begun: list[CollectiveCall] = []
+        return None
 
-        def follow(request: NodeRequest) -> None:
-            begun.append(CollectiveCall(kind, number, body, request))
-            request.then(lambda error: self._answered(kind, number, request, error))
-
-        if waits and self.plans and not after:
-            try:
-                self._meet(what, Message(kind, store=self.store, body={**body, "number": number}), follow)
-            except BaseException:
-                for call in begun:
-                    self.leave(call)
-                raise
-        else:
-            follow(self.call(what, kind, {**body, "number": number}, after))
-        return begun[0]
-
-    def _meet(self, what: str, message: Message, begun: Callable[[NodeRequest], None]) -> None:
-        """Ask the scheduler, and receive its answer in this thread if nothing else is in flight."""
-        head, body = encode(message, self.node.sender)
-        frames: list[Buffer] = [bytearray(head), body]
-        sends = PlannedSends([PlannedSend(SCHEDULER_LINK, frames, form_of(frames))])
-
-        def follow(request: NodeRequest) -> None:
-            self._begun(request)
-            begun(request)
-
-        answers = self.node.exchange(sends, lambda: Asked(what, [(SCHEDULER_LINK, message)]), follow)
-        if isinstance(answers, list):
-            request = NodeRequest(what)
-            request.resolve(tuple(map(decode, answers)), None)
-            begun(request)
+    def _made(self, kind: Kind, number: int, body: Mapping[str, Any], request: NodeRequest) -> CollectiveCall:
+        request.then(lambda error: self._answered(kind, number, request, error))
+        return CollectiveCall(kind, number, body, request)
 
     def leave(self, call: CollectiveCall) -> None:
         """Take back a call whose caller stops waiting, if that can be."""

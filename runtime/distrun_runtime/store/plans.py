@@ -56,24 +56,27 @@ Name = tuple[Kind, tuple[Key, ...], int, float]
 
 class SpareMemory:
     """Shared memory of messages whose answers are here, for the next of their sizes: where it is need not be looked up
-    again, and some of it may be in the processor's cache. Threads: one at a time takes, any give back."""
+    again, and some of it may be in the processor's cache. Threads: one at a time."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[memoryview]] = {}
         """By bytes."""
+        self._kept_bytes = 0
 
     def take(self, size_bytes: int, pool: Pool) -> memoryview | None:
         """Return memory for so many bytes; None: there is none."""
         if spare := self._free.get(size_bytes):
+            self._kept_bytes -= size_bytes
             return spare.pop()
         made = pool.empty((size_bytes,), np.dtype(np.uint8))
         return None if made is None else made.data
 
     def give_back(self, memory: memoryview) -> None:
         """Nobody reads it any more."""
-        kept = sum(size_bytes * len(spare) for size_bytes, spare in list(self._free.items()))
-        if kept + memory.nbytes <= SPARE_BYTES:
-            self._free.setdefault(memory.nbytes, []).append(memory)
+        size_bytes = memory.nbytes
+        if self._kept_bytes + size_bytes <= SPARE_BYTES:
+            self._kept_bytes += size_bytes
+            self._free.setdefault(size_bytes, []).append(memory)
 
 
 class PlannedMessage:

@@ -142,6 +142,18 @@ def _usual_frames(table: bytes) -> tuple[Callable[[memoryview], Sequence[Buffer]
     return cut, 0 if any(end % 8 for end in ends[1:-1]) else ends[-1]
 
 
+def _only_message(data: bytes) -> list[Buffer] | None:
+    """Return the frames of the one message that these bytes are, nearly always; None: look what they are."""
+    if len(data) < _TABLES[0].size:
+        return None
+    cut, size = _usual_frames(data[: _TABLES[data[0] % _FEW].size])
+    if size != len(data):
+        return None
+    # Elements lie at multiples of their size, and the first frame is looked up by its bytes.
+    head, *rest = cut(memoryview(data))
+    return [bytes(head), *rest]
+
+
 available = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 
@@ -209,7 +221,7 @@ class _LongMessage:
         at, frames = 0, self.frames
         for size in self.sizes:
             frame = self.target if size == len(self.target) else self.target[at : at + size]
-            # As in `_parsed`.
+            # As in `_only_message`.
             frames.append(bytes(frame) if not frames or at % 8 else frame)
             at += size
         return frames
@@ -334,13 +346,9 @@ class _DirectStream:
         Raises:
             ValueError: they are no messages.
         """
-        view, length = memoryview(data), len(data)
-        if length > _TABLES[-1].size:
-            cut, size = _usual_frames(data[: _TABLES[data[0] % _FEW].size])
-            if size == length:  # one message has come: nearly always
-                head, *rest = cut(view)
-                return [*messages, [bytes(head), *rest]], b"", [], None
-        messages, at = [*messages], 0
+        if (only := _only_message(data)) is not None:
+            return [*messages, only], b"", [], None
+        view, length, messages, at = memoryview(data), len(data), [*messages], 0
         while length - at >= 8:
             (count,) = _COUNT.unpack_from(data, at)
             if not 0 < count <= FRAMES_LIMIT:
@@ -361,7 +369,7 @@ class _DirectStream:
                 stop = start + size
                 if stop > length:
                     return messages, b"", [], self._long(frames, sizes[len(frames) :], view[start:])
-                # Elements lie at multiples of their size, and the first frame is looked up by its bytes.
+                # As in `_only_message`.
                 frames.append(view[start:stop] if frames and not start % 8 else data[start:stop])
                 start = stop
             messages.append(frames)
@@ -818,10 +826,13 @@ class DirectTransport:
 
     def _news(self, stream: _DirectStream, mask: int) -> None:
         link, is_taken = stream.link, stream.link in self._taken
-        if self.known is not None and mask == select.EPOLLIN and not (self._events or is_taken):
-            data = stream.read_first()
-            if data and self.known(link, data):
+        if mask == select.EPOLLIN and not (self._events or is_taken) and (data := stream.read_first()):
+            if self.known is not None and self.known(link, data):
                 stream.received[2].clear()
+                return
+            if (only := _only_message(data)) is not None:
+                stream.received[2].clear()
+                self._hand_in(link, only)
                 return
         if stream.out:
             self._events += map(Released, stream.flush())
@@ -835,12 +846,15 @@ class DirectTransport:
     def _deliver(self, stream: _DirectStream) -> None:
         link, inbox = stream.link, stream.received[0]
         for frames in inbox:
-            left = frames if self._events or self.sink is None else self.sink(link, frames)
-            if left is not None:
-                self._events.append(Arrived(link, left))
+            self._hand_in(link, frames)
         inbox.clear()
         if stream.end:
             self._end(link, stream.end)
+
+    def _hand_in(self, link: Link, frames: Sequence[Buffer]) -> None:
+        left = frames if self._events or self.sink is None else self.sink(link, frames)
+        if left is not None:
+            self._events.append(Arrived(link, left))
 
     def _end(self, link: Link, reason: str) -> None:
         self._inner.disconnect(link)
