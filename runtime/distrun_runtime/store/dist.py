@@ -862,14 +862,13 @@ class DistBackend(StoreBackend):
             self._flush()
             number, pushes = self._link.next_call(), self._pushes()
             pushes = [*pushes, *self._settle_relays(pushes)]
-        call = None
         if waits and self._link.plans and not pushes:
             call = self._link.meet("barrier", Kind.BARRIER, number)
-            if call is None:
-                self.lifetime.late.raise_first()
-                return CompletedCall("barrier")
-        # The scheduler hears of it when the servers have all that was pushed.
-        call = call or self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
+        else:  # The scheduler hears of it when the servers have all that was pushed.
+            call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
+        if call is None:
+            self.lifetime.late.raise_first()
+            return CompletedCall("barrier")
         late, leave = self.lifetime.late, partial(self._link.leave, call)
         return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
 

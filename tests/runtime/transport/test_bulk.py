@@ -462,7 +462,7 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
 
 
 GARBLED = {
-    "a segment that was never handed over": struct.pack("<IIQQ", 1, 99, 0, 8),
+    "a segment that was never handed over": struct.pack("<IIQQ", 1, 0xFFFFFFFF, 0, 8),
     "bytes behind the end of a segment": struct.pack("<IIQQ", 1, 1, 1 << 40, 8),
     "a frame that the message does not have": struct.pack("<IIQQ", 7, 1, 0, 8),
     "half a reference": b"\0" * 7,
