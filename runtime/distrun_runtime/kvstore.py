@@ -1171,8 +1171,6 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
 
 def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:
     """Return priority and scale of a call as numbers that can be used."""
-    if type(priority) is int and type(scale) is float and scale == 1.0:
-        return priority, scale
     try:
         number = operator.index(priority)
     except TypeError:

@@ -292,7 +292,7 @@ def copy_all(pairs: Sequence[tuple[Array, Array]], *, are_fresh: bool = False) -
     Arguments:
         are_fresh: as of `dtypes.copy_fresh`.
     """
-    nbytes = sum([source.nbytes for source, _ in pairs])  # a generator would take twice as long
+    nbytes = sum(source.nbytes for source, _ in pairs)
     if not SHARED.shares(nbytes):
         for source, target in pairs:
             (copy_fresh if are_fresh else copy)(source, target)

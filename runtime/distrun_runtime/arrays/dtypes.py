@@ -258,8 +258,8 @@ def copy_fresh(source: Array, target: Array) -> None:
     that is not; with what is in memory it is the other way round.
     """
     if source.flags.c_contiguous and target.flags.c_contiguous:
-        given, there = (each.reshape(-1).view(np.uint8).data for each in (source, target))
-        for piece in cached_pieces(slice(0, len(given)), 1):
-            there[piece] = given[piece]
+        source, target = source.reshape(-1), target.reshape(-1)
+        for piece in cached_pieces(slice(0, len(source)), source.itemsize):
+            copy(source[piece], target[piece])
     else:
         target[...] = source

@@ -406,8 +406,6 @@ def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
 
 
 def _body(frame: Buffer) -> Mapping[str, Any]:
-    if not len(frame):
-        return {}
     try:
         text = str(frame, "utf-8")
         body = json.loads(text)

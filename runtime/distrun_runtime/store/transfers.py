@@ -1095,10 +1095,7 @@ class CallBatch:
 
     def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:
         """Send what is here if the call has to come after it, or cannot share a message with it."""
-        is_alike = not self.count or call.scale == self._scale
-        for kind in before:
-            is_alike = is_alike and kind.names.isdisjoint(keys.keys)
-        if not is_alike:
+        if self.count and (call.scale != self._scale or not all(kind.names.isdisjoint(keys.keys) for kind in before)):
             self._flush()
         self._priority = max(self._priority, call.priority) if self.count else call.priority
         self._scale = call.scale

@@ -247,11 +247,9 @@ class BulkTransport:
         inbox = self.direct.inbox(link)
         for place, frames in enumerate(inbox or ()):
             if inbox and frames[0][:4] == MAGIC:
-                try:
+                with contextlib.suppress(*_UNREADABLE):  # The polling thread finds it again.
                     if frames[0][5] == BulkKind.CARRIED:
                         inbox[place] = self._whole(link, frames)
-                except _UNREADABLE:
-                    pass  # The polling thread finds it again.
         return inbox
 
     def pour(self, sink: Sink, known: Callable[[Link, bytes], bool]) -> None:
