@@ -296,23 +296,23 @@ class Sge(Engine):
             return self._given_up[handle.id]
         job = SgeJob(**handle.more)
         limit_s = job.time_s or math.inf
+        is_over = time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S
         found = None
         for _ in tries(EXPLAIN_S):
             rows = _rows(handle.id)
             if any("d" in row.state for row in rows):
                 self._deleted.add(handle.id)
             found = explanation(_accounted(handle.id), job.is_array, place)
-            is_sure = found is not None and (found.code != CANCELLED or not rows or limit_s == math.inf)
-            if found is not None and is_sure:
+            # What ended at the limit may have no other record than that of a host which began later.
+            is_doubtful = found is not None and found.code == CANCELLED and (is_over or (rows and limit_s < math.inf))
+            if found is not None and not is_doubtful:
                 return found
             if handle.id in self._deleted:
                 return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
             host = place if not job.is_array else next((r.host for r in rows if r.task == place), "")
             if host and host in _unheard():
                 return Explanation(facts.EXIT_HOST_LOST, f"Grid Engine does not hear of {host} any more")
-        if time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S:
-            return _time_limit(limit_s)
-        return found
+        return _time_limit(limit_s) if is_over else found
 
     def _ended(self, handle: Handle) -> QueueStatus:
         """Return how a job stands that Grid Engine does not list any more."""
@@ -804,7 +804,8 @@ def explanation(records: Sequence[AccountingRecord], is_array: bool, place: str)
             )
         if each.failed == _AFTER or (each.failed == 0 and each.code == NOTIFIED):
             runtime = _seconds(_asked(each).get("h_rt", ""))
-            if runtime and each.wall_s >= runtime - LOOKED_S:
+            wall_s = each.wall_s if is_array else max(record.wall_s for record in records)  # others may begin later
+            if runtime and wall_s >= runtime - LOOKED_S:
                 return _time_limit(runtime)
             return Explanation(CANCELLED, "Grid Engine: the job was deleted or killed from outside (qdel)")
         if each.failed:

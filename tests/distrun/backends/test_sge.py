@@ -345,6 +345,14 @@ def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
     assert early.code == 143
 
 
+def test_the_time_limit_counts_from_the_first_host_that_began() -> None:
+    first = sge.AccountingRecord("h1", "", 0, "", 140, 12.0, "", "-l h_rt=12 -pe mpi 2")
+    late = first._replace(host="h2", wall_s=4.0)
+    assert sge.explanation([late, first], False, "h2").code == 124
+    tasks = [late._replace(task="2"), first._replace(task="1")]
+    assert sge.explanation(tasks, True, "2").code == 143  # of an array, each has its own limit
+
+
 def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it() -> None:
     """What was started beside it is the command that brings the secret."""
     beside = sge.AccountingRecord("h1", "", 100, "assumedly after job", 0, 0.0, "0.000B", "-pe mpi 1")
@@ -559,6 +567,19 @@ def test_the_time_limit_is_known_without_accounting(commands: Commands) -> None:
     engine.look(handle)
     found = engine.explain(handle, "h2")
     assert (found.code, found.text) == (124, "Grid Engine: the time limit of 4 s was reached; raise --time")
+
+
+def test_a_host_that_began_late_was_not_cancelled_at_the_time_limit(commands: Commands) -> None:
+    """The only record so far is its own, and the job is not listed any more."""
+    notified = "s:^failed .*:failed 0:; s:^exit_status .*:exit_status 140:; s:h_rt=3:h_rt=40:"
+    commands.answer("qacct", f"sed '{notified}' {HERE}/qacct_time.txt")
+    commands.answer("qstat", f'case $* in *"-qs u"*) echo "<x/>";; *) cat {HERE}/qstat_running.xml;; esac')
+    engine = Sge()
+    for time_s, code in ((40.0, 143), (4.0, 124)):
+        handle = Handle("sge", "1", {"slots": 6, "time_s": time_s})
+        engine.look(handle)
+        commands.answer("qstat", "echo '<x/>'")
+        assert engine.explain(handle, "h3").code == code
 
 
 def test_only_jobs_with_a_marker_are_found(commands: Commands) -> None:
