@@ -617,7 +617,7 @@ class DistBackend(StoreBackend):
             plan = self._plans.asking(plan)
         made = self._transfers.begin(plan, values, lent=kind is PUSHPULL)
         if made is None:
-            self._plans.pop(plan.name, None)
+            self._plans.drop(plan.name)
             return None
         try:
             begun = partial(self._link.begun, made.requests)

@@ -36,9 +36,9 @@ PLANNED_BYTES = 16 * 1024 * 1024
 """Calls of more bytes are not planned: copies take their time, and the memory that answers come to stays."""
 STAGED_BYTES = LARGE_BYTES
 """Messages of fewer bytes do not go by shared memory."""
-PLANS = 1024
-"""So many plans a store has: enough for push and pull of each of some hundred keys. One takes about as much memory as
-the list of its keys."""
+PLANS, PLANNED_KEYS, KEYS_OF_ONE = 64, 1 << 18, 8
+"""A store keeps so many plans, and more while all have at most so many keys; one counts as at least so many. A key
+takes some 200 bytes. Plans for push and pull of each of 10,000 keys fit, three for each."""
 
 _STEP = struct.Struct("<I")
 _PAYLOADS = slice(HEAD_BYTES + ENTRY.fields["payload"][1], None, ENTRY.itemsize)  # type: ignore[index]
@@ -197,7 +197,10 @@ class PlannedCall:
 
 
 class CallPlans(OrderedDict[Name, CallPlan]):
-    """The plans of one store, by name: the most recently used `PLANS`. Not thread-safe."""
+    """The plans of one store, by name: those that were used last. Not thread-safe."""
+
+    _keys = 0
+    """Of all plans, as they count."""
 
     def find(self, kind: Kind, key: Any, priority: object, scale: object) -> CallPlan | None:
         """Return the plan of a call, by its arguments as they were given; None: it has none."""
@@ -228,7 +231,19 @@ class CallPlans(OrderedDict[Name, CallPlan]):
         return found
 
     def keep(self, plan: CallPlan) -> None:
-        """Take in a plan."""
+        """Take in a plan. If there are too many, those go that were not used for longest."""
+        self.drop(plan.name)
         self[plan.name] = plan
-        if len(self) > PLANS:
-            self.popitem(last=False)
+        self._keys += max(len(plan.name[1]), KEYS_OF_ONE)
+        while len(self) > PLANS and self._keys > PLANNED_KEYS:
+            self.drop(next(iter(self)))
+
+    def drop(self, name: Name) -> None:
+        """Forget a plan, if it is there."""
+        if self.pop(name, None) is not None:
+            self._keys -= max(len(name[1]), KEYS_OF_ONE)
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self._keys = 0

@@ -438,6 +438,7 @@ def test_the_least_recently_used_plan_goes_when_there_are_too_many(
     steady: list[plans.SteadyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_plans, "PLANS", 2)
+    monkeypatch.setattr(store_plans, "PLANNED_KEYS", 0)
 
     def script(kv: KVStore) -> list[int]:
         keys = ["a", "b", "c", "d"]
@@ -450,6 +451,40 @@ def test_the_least_recently_used_plan_goes_when_there_are_too_many(
         return counts
 
     assert run_job(script, 1, 1, over="direct") == [[0, 0, 1, 0, 1, 0]]
+
+
+def test_push_and_pull_of_each_of_hundreds_of_keys_are_planned(steady: list[plans.SteadyCall]) -> None:
+    def script(kv: KVStore) -> list[int]:
+        keys, out = list(range(400)), full(0)
+        kv.init(keys, [full(0) for _ in keys])
+        counts = []
+        for _ in range(4):
+            steady.clear()
+            for key in keys:
+                kv.push(key, full(1))
+                kv.pull(key, out)
+            counts.append(len(steady))
+        return counts
+
+    ((*_, last),) = run_job(script, 1, 1, over="direct")
+    assert last == 400  # a push that asks for its result, too; the pull sends nothing
+
+
+def test_plans_of_long_lists_count_for_more(steady: list[plans.SteadyCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_plans, "PLANS", 1)
+    monkeypatch.setattr(store_plans, "PLANNED_KEYS", 40)
+
+    def script(kv: KVStore) -> list[int]:
+        keys = list(range(30))
+        kv.init(keys, [full(0) for _ in keys])
+        counts = []
+        for some in ([1], [2], [3], [1], keys, [1], [3]):  # beside 30 keys there is room for one plan more
+            steady.clear()
+            kv.pushpull(some, [full(1) for _ in some])
+            counts.append(len(steady))
+        return counts
+
+    assert run_job(script, 1, 1, over="direct") == [[0, 0, 0, 1, 0, 1, 0]]
 
 
 def test_a_profile_has_the_spans_of_calls_that_were_planned_before(
