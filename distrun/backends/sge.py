@@ -296,16 +296,15 @@ class Sge(Engine):
             return self._given_up[handle.id]
         job = SgeJob(**handle.more)
         limit_s = job.time_s or math.inf
-        is_over = time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S
         found = None
         for _ in tries(EXPLAIN_S):
+            is_over = time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S
             rows = _rows(handle.id)
             if any("d" in row.state for row in rows):
                 self._deleted.add(handle.id)
             found = explanation(_accounted(handle.id), job.is_array, place)
             # What ended at the limit may have no other record than that of a host which began later.
-            is_doubtful = found is not None and found.code == CANCELLED and (is_over or (rows and limit_s < math.inf))
-            if found is not None and not is_doubtful:
+            if found is not None and not (found.code == CANCELLED and (is_over or (rows and limit_s < math.inf))):
                 return found
             if handle.id in self._deleted:
                 return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")

@@ -147,6 +147,8 @@ class CallPlan:
     def __post_init__(self) -> None:
         self.asking = (PUSHPULL, *self.name[1:])
         """The name of the plan that asks for the result of a push, too."""
+        self.key_count = max(len(self.name[1]), KEYS_OF_ONE)
+        """For how many keys it counts."""
         self.done = CompletedCall(f"{self.name[0].name.lower()} of {self.keys.named}")
         """The outcome of a call that was made, and of which nothing more is to be told."""
 
@@ -200,7 +202,7 @@ class CallPlans(OrderedDict[Name, CallPlan]):
     """The plans of one store, by name: those that were used last. Not thread-safe."""
 
     _keys = 0
-    """Of all plans, as they count."""
+    """For how many all plans count."""
 
     def find(self, kind: Kind, key: Any, priority: object, scale: object) -> CallPlan | None:
         """Return the plan of a call, by its arguments as they were given; None: it has none."""
@@ -234,14 +236,14 @@ class CallPlans(OrderedDict[Name, CallPlan]):
         """Take in a plan. If there are too many, those go that were not used for longest."""
         self.drop(plan.name)
         self[plan.name] = plan
-        self._keys += max(len(plan.name[1]), KEYS_OF_ONE)
+        self._keys += plan.key_count
         while len(self) > PLANS and self._keys > PLANNED_KEYS:
             self.drop(next(iter(self)))
 
     def drop(self, name: Name) -> None:
         """Forget a plan, if it is there."""
-        if self.pop(name, None) is not None:
-            self._keys -= max(len(name[1]), KEYS_OF_ONE)
+        if (plan := self.pop(name, None)) is not None:
+            self._keys -= plan.key_count
 
     def clear(self) -> None:
         """Forget all."""
